@@ -28,7 +28,7 @@ class Grid:
     nan          the code of NaN without its sign bit, or None
     codebook     the number of each code, where a table gives them
     real_zeros   whether zero points are real numbers rather than codes
-    unit         of an exact grid: all its numbers are whole multiples of it
+    unit         of an exact grid: all its numbers are whole multiples of it; those of NF4 are within 2 ** -16.96 of one
     scale_bits   of a scale as it is stored
     """
 
@@ -81,16 +81,14 @@ NF4 = _from_codebook("nf4", (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-))  # fmt: skip
+), unit=1 / 31908)  # fmt: skip
 """Quantiles of a normal distribution (Dettmers et al., arXiv 2305.14314): bitsandbytes."""
 _BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
-BNB_FP4 = _from_codebook("bnb-fp4", (*_BNB_FP4, *(-number for number in _BNB_FP4)))
+BNB_FP4 = _from_codebook("bnb-fp4", (*_BNB_FP4, *(-number for number in _BNB_FP4)), unit=1 / 192)
 """bitsandbytes' own four bits of floating point, in float32: multiples of 1/192, in an order of their own."""
-AFFINE = Grid("hqq", (2, 3, 4, 8), zero_points=True, exact=False, largest=255.0, numbers=_whole, real_zeros=True)
+AFFINE = Grid("hqq", (2, 3, 4, 8), zero_points=True, exact=True, largest=255.0, numbers=_whole, real_zeros=True)
 """Integers around a zero point that is a real number."""
 GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE)}
-NO_KERNEL = (NF4, BNB_FP4, AFFINE)
-"""No kernel multiplies weights of these as they are stored: they are held in 16 bits."""
 _OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
 
 

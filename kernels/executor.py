@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.grid import Grid
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.ops import Op
 
@@ -23,12 +24,14 @@ class Placement:
         keys_by_token: a page's keys lie token by token in memory, like its values. The shape that an operation sees
             is still that of ``RopeKV``.
         dense: dtype in which products hold dense weights; None keeps each as it is stored.
+        unpacked: grids that no kernel multiplies as they are stored: their weights are held as dense ones.
     """
 
     device: torch.device
     activations: torch.dtype
     keys_by_token: bool = False
     dense: torch.dtype | None = None
+    unpacked: tuple[Grid, ...] = ()
 
 
 HOST = Placement(torch.device("cpu"), torch.float32)

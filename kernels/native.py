@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qserve.checkpoint.errors import CapacityError
-from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
+from qserve.checkpoint.grid import AFFINE, BNB_FP4, E2M1, E4M3, INTEGERS, NF4
 from qserve.checkpoint.packed_codes import PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
@@ -68,7 +68,9 @@ from qserve.kernels.tiled import (
 Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
 
+_GRIDS = (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE)
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
+_MAX_WIDE_GROUP = 248  # the same with numbers of two bytes
 _TILED = (TiledEmbed, TiledLinear, TiledExperts, TiledLora, TiledHeadLinear)
 _WIDEST_LATENT = 640  # with its rotated key
 _MAX_CONV, _MAX_KEY_DIM = 8, 256  # of the delta rule
@@ -358,12 +360,17 @@ class _NativeProgram:
         return op
 
 
+def _most_inputs(scheme: WeightScheme) -> int:
+    """Inputs whose products with weights an int32 holds the sum of."""
+    return _MAX_WIDE_GROUP if scheme.grid in (NF4, BNB_FP4) else _MAX_INT_GROUP
+
+
 def _unsupported(weight: Tensor | QuantizedWeight) -> str | None:
     """Why no kernel multiplies ``weight``, or None."""
     if isinstance(weight, Tensor):
         return None if weight.dtype in abi.FLOATS else f"weights in {weight.dtype} have no C kernel"
     scheme, activations = weight.scheme, weight.activations
-    if scheme.grid not in (INTEGERS, E4M3, E2M1):
+    if scheme.grid not in _GRIDS:
         return f"{scheme} weights have no C kernel"
     if weight.g_idx is not None and scheme.grid is E4M3:
         return "fp8 weights with groups out of order have no C kernel"
@@ -374,8 +381,8 @@ def _unsupported(weight: Tensor | QuantizedWeight) -> str | None:
             return "weights with groups out of order have no C kernel where the input is rounded in groups"
         if activations.group_size % 8:
             return f"inputs rounded in groups of {activations.group_size} have no C kernel: it takes multiples of 8"
-    elif scheme.group_width(weight.in_features) > _MAX_INT_GROUP:
-        return f"a sum of {weight.in_features} products overflows int32: at most {_MAX_INT_GROUP} inputs share a scale"
+    elif (width := scheme.group_width(weight.in_features)) > (most := _most_inputs(scheme)):
+        return f"a sum of {width} products overflows int32: at most {most} inputs share a scale"
     return None
 
 

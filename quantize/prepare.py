@@ -18,7 +18,7 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.formats import default_format, format_named
 from qserve.checkpoint.formats.format import Format
-from qserve.checkpoint.grid import E2M1, E4M3, NO_KERNEL
+from qserve.checkpoint.grid import E2M1, E4M3, GRIDS, INTEGERS
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
 from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
@@ -92,7 +92,7 @@ class Preparation:
 def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
     """Refuse here everything that can be refused: ``UsageError`` for options, ``CapacityError`` for memory,
     ``CheckpointError`` for the model. Reads the dense tensors once."""
-    if is_in(source, E4M3, E2M1, *NO_KERNEL):
+    if is_in(source, *(grid for grid in GRIDS.values() if grid is not INTEGERS)):
         source = Unpacked(source)
     source = one_by_one(source)
     if source.spec is not None:

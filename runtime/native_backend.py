@@ -9,7 +9,6 @@ import torch
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
-from qserve.checkpoint.grid import NO_KERNEL
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.kernels import registry
@@ -112,7 +111,8 @@ class NativeBackend:
 def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, DecoderConfig, Executor]:
     """The checkpoint as it is held, what it is, and what computes it."""
     require_stored_as(source, config.quantization)
-    if is_in(source, *NO_KERNEL):
+    executor = _executor(source, config, support.rank_of_engine(config))
+    if is_in(source, *executor.placement.unpacked):
         source = Unpacked(source)
     model_config = decoder_config(source.config, source.name)
     if model_config.latent is not None and cache_dtype(config.kv_cache_dtype, source) in SCALED_KV:
@@ -122,7 +122,6 @@ def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, De
         support.require_served(source, model_config, config)
     if model_config.delta is not None:
         _require_no_return(model_config, config)
-    executor = _executor(source, config, support.rank_of_engine(config))
     computes = str(executor.placement.activations).removeprefix("torch.")
     if config.dtype not in ("auto", computes):
         raise CapacityError(f"--dtype {config.dtype}: the {executor.name} kernels compute in {computes} here; "

@@ -44,7 +44,7 @@ class Kernel:
     def bytes(self, out: int, inp: int) -> int:
         if self.scheme is None:
             return 2 * out * inp
-        return tile_bytes(self.scheme, self.activations, out, inp, half_scales=True)
+        return tile_bytes(self.scheme, self.activations, out, inp, narrow_scales=True)
 
     def weight(self, out: int, inp: int) -> Tensor | QuantizedWeight:
         if self.scheme is None:
@@ -53,7 +53,8 @@ class Kernel:
         if self.scheme.grid.nan is not None:
             codes = codes & 0x77  # no NaN
         scales = torch.full((out, self.scheme.groups(inp)), 2.0**-7)
-        return QuantizedWeight(self.scheme, codes, scales, activations=self.activations)
+        zeros = None if self.scheme.symmetric else torch.full_like(scales, 7.5)
+        return QuantizedWeight(self.scheme, codes, scales, zeros, activations=self.activations)
 
 
 KERNELS = (
@@ -61,6 +62,8 @@ KERNELS = (
     Kernel("W4 g32", WeightScheme(4, 32)),
     Kernel("MXFP4", WeightScheme(4, 32, dtype="fp4")),
     Kernel("NVFP4", WeightScheme(4, 16, dtype="fp4")),
+    Kernel("NF4", WeightScheme(4, 64, dtype="nf4")),
+    Kernel("HQQ 4 bit", WeightScheme(4, 64, symmetric=False, dtype="hqq")),
     Kernel("W8 g64", WeightScheme(8, 64)),
     Kernel("W8A8", WeightScheme(8, -1), ActivationScheme("int8")),
     Kernel("fp8 W8A8", WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8")),

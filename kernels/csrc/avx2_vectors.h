@@ -141,6 +141,12 @@ INLINE vf load_halves(const uint16_t *x)
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x));
 }
 
+/* e4m3 without sign, a 256th of it: that is the f16 of these bits, if they are moved. */
+INLINE vf load_f8(const uint8_t *x)
+{
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)x)), 7));
+}
+
 INLINE void store_halves(uint16_t *out, vf x)
 {
     _mm_storeu_si128((__m128i *)out, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));

@@ -2,6 +2,7 @@
 
 #define TILES 4      /* weight tiles of 16 outputs in one block */
 #define INT_ROWS 6   /* rows of an integer block: 24 accumulators and 4 unpacked tiles */
+#define FEW_ROWS 2   /* whose two dots with numbers of two bytes fit beside them */
 
 /* sum + the dot of each four bytes of w (unsigned) and x (signed). In assembly because with the intrinsic the compiler
  * copies the accumulators and spills the copies inside the loop: 150 GMAC/s a core instead of 205. */
@@ -22,68 +23,108 @@ typedef struct {
     const int32_t *x_sums;  /* [rows][parts] */
     const float *x_scales;  /* [rows][parts] */
     const uint8_t *w;       /* [tiles][stride] */
-    const float *scales;    /* [tiles][scale_stride], NULL where they are f16 */
-    const uint16_t *halves;
-    const int32_t *zeros;   /* like scales, or NULL */
+    const uint8_t *scales;  /* [tiles][scale_stride] */
+    const uint8_t *zeros;   /* like scales, or NULL for none */
     const uint8_t *codebook;
     float *sums;            /* [rows][tiles][16] */
-    int64_t x_stride, parts, stride, scale_stride;
+    int64_t x_stride, parts, stride, scale_stride; /* scale_stride: in bytes */
+    int32_t scale_dtype;
     int64_t ahead;          /* bytes from the weights being read to those prefetched meanwhile; 0: none */
     int64_t scales_ahead;   /* the same of the scales */
 } int_walk;
 
-/* One activation group of MR rows by NV tiles. The integer dot starts at -zero * sum(codes), so that the zero point
- * costs nothing inside; every path scales it by the same two products, so all paths give the same bits. */
-INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, const int MR, const int NV, const int U4)
+/* Adds the products of four inputs, x on, to each of `count` dots: of bytes, or of a half of each byte. Nibbles may stand
+ * for the numbers of a book, which is another one for each dot. */
+INLINE void add_four(const int_walk *at, const int8_t *x, const uint8_t *w, const __m512i *books,
+                     __m512i dots[][INT_ROWS][TILES], const int half, const int count, const int MR, const int NV,
+                     const int U4)
 {
     const __m512i low = _mm512_set1_epi8(15);
-    const __m512i book = U4 == BOOK ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)at->codebook)) : low;
-    const uint8_t *w = at->w;
-    __m512i dot[INT_ROWS][TILES], codes[TILES];
-    UNROLL for (int m = 0; m < MR; m++) {
-        int32_t sum = at->x_sums[m * at->parts];
-        UNROLL for (int v = 0; v < NV; v++)
-            dot[m][v] = at->zeros ? _mm512_mullo_epi32(_mm512_set1_epi32(-sum),
-                                                       _mm512_loadu_si512(at->zeros + v * at->scale_stride))
-                                  : _mm512_set1_epi32(-sum * zero);
-    }
-    for (int32_t j = 0; j < width; j += U4 ? 8 : 4, w += 64) {
-        const int8_t *x = at->x + j;
-        UNROLL for (int v = 0; v < NV; v++) {
-            codes[v] = _mm512_loadu_si512(w + v * at->stride);
-            _mm_prefetch(w + v * at->stride + at->ahead, _MM_HINT_T1);
-            if (U4)
-                codes[v] = _mm512_and_si512(codes[v], low);
-            if (U4 == BOOK)
-                codes[v] = _mm512_shuffle_epi8(book, codes[v]);
-        }
-        UNROLL for (int m = 0; m < MR; m++) {
-            __m512i first = four(x + m * at->x_stride);
-            UNROLL for (int v = 0; v < NV; v++)
-                dot[m][v] = dot4(dot[m][v], codes[v], first);
-        }
-        if (!U4)
-            continue;
-        UNROLL for (int v = 0; v < NV; v++) {
-            codes[v] = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w + v * at->stride), 4), low);
-            if (U4 == BOOK)
-                codes[v] = _mm512_shuffle_epi8(book, codes[v]);
-        }
-        UNROLL for (int m = 0; m < MR; m++) {
-            __m512i second = four(x + m * at->x_stride + 4);
-            UNROLL for (int v = 0; v < NV; v++)
-                dot[m][v] = dot4(dot[m][v], codes[v], second);
-        }
-    }
+    __m512i codes[2][TILES];
     UNROLL for (int v = 0; v < NV; v++) {
-        const float *scales = at->scales + v * at->scale_stride;
-        const uint16_t *halves = at->halves + v * at->scale_stride;
-        __m512 scale = at->scales ? _mm512_loadu_ps(scales)
-                                  : _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
-        _mm_prefetch((at->scales ? (const char *)scales : (const char *)halves) + at->scales_ahead, _MM_HINT_T1);
+        __m512i bytes = _mm512_loadu_si512(w + v * at->stride);
+        if (U4)
+            bytes = _mm512_and_si512(half ? _mm512_srli_epi16(bytes, 4) : bytes, low);
+        UNROLL for (int i = 0; i < count; i++)
+            codes[i][v] = U4 >= BOOK ? _mm512_shuffle_epi8(books[i], bytes) : bytes;
+    }
+    UNROLL for (int m = 0; m < MR; m++) {
+        __m512i inputs = four(x + m * at->x_stride);
+        UNROLL for (int i = 0; i < count; i++)
+            UNROLL for (int v = 0; v < NV; v++)
+                dots[i][m][v] = dot4(dots[i][m][v], codes[i][v], inputs);
+    }
+}
+
+/* The same of an activation group. */
+INLINE void add_dots(const int_walk *at, int64_t ahead, int32_t width, const __m512i *books,
+                     __m512i dots[][INT_ROWS][TILES], const int count, const int MR, const int NV, const int U4)
+{
+    const uint8_t *w = at->w;
+    for (int32_t j = 0; j < width; j += U4 ? 8 : 4, w += 64) {
+        UNROLL for (int v = 0; v < NV; v++)
+            _mm_prefetch(w + v * at->stride + ahead, _MM_HINT_T1);
+        add_four(at, at->x + j, w, books, dots, 0, count, MR, NV, U4);
+        if (U4)
+            add_four(at, at->x + j + 4, w, books, dots, 1, count, MR, NV, U4);
+    }
+}
+
+INLINE __m512i broadcast_book(const uint8_t *codebook)
+{
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codebook));
+}
+
+/* 16 scales or zeros. */
+INLINE __m512 scales_at(const int_walk *at, const uint8_t *scales)
+{
+    if (at->scale_dtype == QS_F8)
+        return load_f8(scales);
+    return at->scale_dtype == QS_F16 ? load_halves((const uint16_t *)(const void *)scales)
+                                     : load((const float *)(const void *)scales);
+}
+
+/* One activation group of MR rows by NV tiles. The integer dot starts at -zero * sum(codes), so that a constant zero
+ * point costs nothing inside; every path scales it by the same two products, so all paths give the same bits. */
+INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, const int MR, const int NV, const int U4)
+{
+    __m512i dots[2][INT_ROWS][TILES], books[2];
+    const int both = U4 == BOOK16 && MR <= FEW_ROWS;
+    UNROLL for (int i = 0; i < 2 && U4 >= BOOK; i++)
+        books[i] = broadcast_book(at->codebook + (U4 == BOOK16 ? 16 * (1 - i) : 0)); /* high bytes first */
+    UNROLL for (int m = 0; m < MR; m++)
+        UNROLL for (int v = 0; v < NV; v++)
+            dots[0][m][v] = _mm512_setzero_si512();
+    if (U4 == BOOK16 && !both)
+        add_dots(at, at->ahead, width, books, dots, 1, MR, NV, U4);
+    UNROLL for (int m = 0; m < MR; m++) {
+        __m512i start = _mm512_set1_epi32(-at->x_sums[m * at->parts] * zero);
+        UNROLL for (int v = 0; v < NV; v++)
+            dots[1][m][v] = U4 != BOOK16 || both ? start : _mm512_add_epi32(_mm512_slli_epi32(dots[0][m][v], 8), start);
+    }
+    if (both)
+        add_dots(at, at->ahead, width, books, dots, 2, MR, NV, U4);
+    else
+        add_dots(at, U4 == BOOK16 ? 0 : at->ahead, width, books + 1, dots + 1, 1, MR, NV, U4);
+    UNROLL for (int m = 0; m < MR && both; m++)
+        UNROLL for (int v = 0; v < NV; v++)
+            dots[1][m][v] = _mm512_add_epi32(_mm512_slli_epi32(dots[0][m][v], 8), dots[1][m][v]);
+    UNROLL for (int v = 0; v < NV; v++) {
+        const uint8_t *scales = at->scales + v * at->scale_stride;
+        __m512 scale = scales_at(at, scales), product[INT_ROWS];
+        _mm_prefetch(scales + at->scales_ahead, _MM_HINT_T1);
+        UNROLL for (int m = 0; m < MR; m++)
+            product[m] = _mm512_cvtepi32_ps(dots[1][m][v]);
+        if (at->zeros) {
+            const uint8_t *zeros = at->zeros + v * at->scale_stride;
+            __m512 zero_point = scales_at(at, zeros);
+            _mm_prefetch(zeros + at->scales_ahead, _MM_HINT_T1);
+            UNROLL for (int m = 0; m < MR; m++)
+                product[m] = _mm512_fnmadd_ps(zero_point, _mm512_set1_ps((float)at->x_sums[m * at->parts]), product[m]);
+        }
         UNROLL for (int m = 0; m < MR; m++) {
             float *sums = at->sums + (m * NV + v) * QS_LANES;
-            _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dot[m][v]), scale),
+            _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_mul_ps(product[m], scale),
                                                   _mm512_set1_ps(at->x_scales[m * at->parts]),
                                                   _mm512_load_ps(sums)));
         }
@@ -96,22 +137,23 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
 {
     float sums[INT_ROWS * TILES * QS_LANES] __attribute__((aligned(64)));
     int64_t parts = op->k / op->act_group, groups = op->k / op->group, per_group = op->group / op->act_group;
+    int64_t scale = QS_LANES * qs_scale_bytes(op); /* of a tile */
     int_walk at = {
         .x = acts->codes + (int64_t)row * op->k,
         .x_sums = acts->sums + row * parts,
         .x_scales = acts->scales + row * parts,
         .w = weight,
-        .scales = op->scale_dtype == QS_F16 ? NULL : (const float *)op->scales + tile * groups * QS_LANES,
-        .halves = (const uint16_t *)op->scales + tile * groups * QS_LANES,
-        .zeros = op->zeros ? op->zeros + tile * groups * QS_LANES : NULL,
+        .scales = (const uint8_t *)op->scales + tile * groups * scale,
+        .zeros = op->zeros ? (const uint8_t *)op->zeros + tile * groups * scale : NULL,
+        .scale_dtype = op->scale_dtype,
         .codebook = op->codebook,
         .sums = sums,
         .x_stride = op->k,
         .parts = parts,
         .stride = stride,
-        .scale_stride = groups * QS_LANES,
+        .scale_stride = groups * scale,
         .ahead = ahead,
-        .scales_ahead = ahead ? TILES * groups * QS_LANES * (op->scale_dtype == QS_F16 ? 2 : 4) : 0,
+        .scales_ahead = ahead ? TILES * groups * scale : 0,
     };
     fetch_block(op, row, tile, MR, NV);
     UNROLL for (int i = 0; i < MR * NV; i++)
@@ -123,11 +165,12 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         at.x_sums++;
         at.x_scales++;
         if ((p + 1) % per_group == 0) {
-            at.scales = at.scales ? at.scales + QS_LANES : NULL;
-            at.halves += QS_LANES;
-            at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
+            at.scales += scale;
+            at.zeros = at.zeros ? at.zeros + scale : NULL;
         }
     }
+    for (int i = 0; i < MR * NV && op->row_scales; i++)
+        store(sums + i * QS_LANES, load(sums + i * QS_LANES) * load(op->row_scales + (tile + i % NV) * QS_LANES));
     store_block(op, sums, row, tile, MR, NV);
 }
 
@@ -156,6 +199,8 @@ INT_KERNEL(u4_wide, 4, 1)
 INT_KERNEL(u4_narrow, 1, 1)
 INT_KERNEL(book_wide, 4, BOOK)
 INT_KERNEL(book_narrow, 1, BOOK)
+INT_KERNEL(words_wide, 4, BOOK16)
+INT_KERNEL(words_narrow, 1, BOOK16)
 INT_KERNEL(u8_wide, 4, 0)
 INT_KERNEL(u8_narrow, 1, 0)
 
@@ -169,12 +214,12 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
      * thread too, is fetched meanwhile (measured on one row: 24 GB/s instead of 15; on tiles of 32 KB the processor
      * does so by itself). */
     int64_t ahead = stride * tiles <= NEAR ? stride * tiles : 0;
-    if (op->codebook && wide)
-        book_wide(op, acts, row, end, tile, weight, stride, ahead);
-    else if (wide)
-        (u4 ? u4_wide : u8_wide)(op, acts, row, end, tile, weight, stride, ahead);
+    const int book = !op->codebook ? 0 : op->codebook_bytes == 2 ? BOOK16 : BOOK;
+    if (wide)
+        (book == BOOK16 ? words_wide : book ? book_wide : u4 ? u4_wide : u8_wide)(op, acts, row, end, tile, weight,
+                                                                                    stride, ahead);
     for (int32_t t = 0; t < tiles && !wide; t++)
-        (op->codebook ? book_narrow : u4 ? u4_narrow : u8_narrow)(op, acts, row, end, tile + t, weight + t * stride,
-                                                                  stride, ahead);
+        (book == BOOK16 ? words_narrow : book ? book_narrow : u4 ? u4_narrow : u8_narrow)(
+            op, acts, row, end, tile + t, weight + t * stride, stride, ahead);
     end_streams();
 }

@@ -129,6 +129,12 @@ INLINE vf load_halves(const uint16_t *x)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x));
 }
 
+/* e4m3 without sign, a 256th of it: that is the f16 of these bits, if they are moved. */
+INLINE vf load_f8(const uint8_t *x)
+{
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)x)), 7));
+}
+
 INLINE void store_halves(uint16_t *out, vf x)
 {
     _mm256_storeu_si256((__m256i *)out, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));

@@ -7,7 +7,14 @@
 
 #include "qserve.h"
 
-#define BOOK 2 /* a `u4` whose codes stand for numbers of a codebook */
+#define BOOK 2 /* a `u4` whose codes stand for numbers of a codebook of one byte */
+#define BOOK16 3 /* of two */
+
+/* Bytes of a scale of an integer weight. */
+static inline int64_t qs_scale_bytes(const qs_linear *op)
+{
+    return op->scale_dtype == QS_F32 ? 4 : op->scale_dtype == QS_F16 ? 2 : 1;
+}
 
 /* The input of an integer product: codes [rows, k], and per act_group a scale and the sum of the codes. */
 typedef struct {

@@ -107,21 +107,56 @@ INLINE void dot_u8(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t 
     }
 }
 
+/* The same where nibbles stand for numbers of two bytes, by at most two rows. 32768 is taken from the numbers, so that
+ * they are signed. Inputs are widened: a vector holds the products of two pairs of inputs and four outputs. */
+INLINE void dot_wide(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t ahead, int32_t width,
+                     int32_t dots[ROWS][QS_LANES], const uint8_t *codebook, const int rows)
+{
+    const __m256i book = both(codebook), high = _mm256_xor_si256(both(codebook + 16), _mm256_set1_epi8(-128));
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256i pairs[2][2 * HALVES], numbers[2 * HALVES];
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int v = 0; v < 2 * HALVES; v++)
+            pairs[m][v] = _mm256_setzero_si256();
+    for (int32_t j = 0; j < width; j += 8, w += 64) {
+        _mm_prefetch((const char *)w + ahead, _MM_HINT_T1);
+        UNROLL for (int half = 0; half < 2; half++) {
+            UNROLL for (int v = 0; v < HALVES; v++) {
+                __m256i codes = _mm256_loadu_si256((const __m256i *)(w + 32 * v));
+                codes = _mm256_and_si256(half ? _mm256_srli_epi16(codes, 4) : codes, low);
+                __m256i lows = _mm256_shuffle_epi8(book, codes), highs = _mm256_shuffle_epi8(high, codes);
+                numbers[2 * v] = _mm256_unpacklo_epi8(lows, highs);
+                numbers[2 * v + 1] = _mm256_unpackhi_epi8(lows, highs);
+            }
+            UNROLL for (int m = 0; m < rows; m++) {
+                __m256i inputs = _mm256_cvtepi8_epi16(_mm256_castsi256_si128(four(x + m * x_stride + j + 4 * half)));
+                UNROLL for (int v = 0; v < 2 * HALVES; v++)
+                    pairs[m][v] = _mm256_add_epi32(pairs[m][v], _mm256_madd_epi16(numbers[v], inputs));
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int v = 0; v < HALVES; v++) {
+            __m256i *at = (__m256i *)(void *)(dots[m] + 8 * v);
+            __m256i sum = _mm256_hadd_epi32(pairs[m][2 * v], pairs[m][2 * v + 1]);
+            _mm256_store_si256(at, _mm256_add_epi32(_mm256_load_si256(at), sum));
+        }
+}
+
 INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
                       const int u4)
 {
     int32_t dots[ROWS][QS_LANES] __attribute__((aligned(64)));
     UNROLL for (int m = 0; m < rows; m++) {
-        int32_t sum = at->x_sums[m * at->groups];
-        UNROLL for (int v = 0; v < HALVES; v++) {
-            __m256i start = _mm256_set1_epi32(-sum * zero);
-            if (at->zeros)
-                start = _mm256_mullo_epi32(_mm256_set1_epi32(-sum), _mm256_loadu_si256((const __m256i *)(at->zeros + 8 * v)));
-            _mm256_store_si256((__m256i *)(void *)(dots[m] + 8 * v), start);
-        }
+        int32_t sum = at->x_sums[m * at->groups], lift = u4 == BOOK16 ? 32768 : 0;
+        UNROLL for (int v = 0; v < HALVES; v++)
+            _mm256_store_si256((__m256i *)(void *)(dots[m] + 8 * v), _mm256_set1_epi32(sum * (lift - zero)));
     }
+    UNROLL for (int m = 0; m < rows && u4 == BOOK16; m += 2)
+        dot_wide(at->x + m * at->x_stride, at->x_stride, at->w, m ? 0 : at->ahead, width, dots + m, at->codebook,
+                 rows - m < 2 ? rows - m : 2);
     const int32_t most = u4 == BOOK ? BOOK_SPAN : SPAN;
-    for (int32_t j = 0; j < width; j += most) {
+    for (int32_t j = 0; j < width && u4 != BOOK16; j += most) {
         int32_t span = width - j < most ? width - j : most;
         const uint8_t *w = at->w + (int64_t)j * (u4 ? 8 : 16);
         if (u4)
@@ -131,11 +166,10 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
                 dot_u8(at->x + j, at->x_stride, w, at->ahead, span, dots, v, rows);
     }
     UNROLL for (int v = 0; v < HALVES; v++) {
-        vf scale = at->scales ? load(at->scales + 8 * v) : load_halves(at->halves + 8 * v);
-        UNROLL for (int m = 0; m < rows; m++) {
-            vf dot = _mm256_cvtepi32_ps(_mm256_load_si256((const __m256i *)(const void *)(dots[m] + 8 * v)));
-            store(sums[m] + 8 * v, fused(dot * scale, all(at->x_scales[m * at->groups]), load(sums[m] + 8 * v)));
-        }
+        vf products[ROWS];
+        UNROLL for (int m = 0; m < rows; m++)
+            products[m] = _mm256_cvtepi32_ps(_mm256_load_si256((const __m256i *)(const void *)(dots[m] + 8 * v)));
+        add_scaled(at, products, sums, v, rows);
     }
 }
 

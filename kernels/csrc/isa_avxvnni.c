@@ -48,29 +48,23 @@ INLINE __m256i four(const int8_t *x)
     return _mm256_set1_epi32(*(const int32_t *)(const void *)x);
 }
 
-INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
-                      const int u4)
+/* Adds the products of an activation group to `dot`. `book`: the numbers for which nibbles stand, where they do. */
+INLINE void add_dots(const int_walk *at, int64_t ahead, int32_t width, __m256i book, __m256i dot[ROWS][HALVES],
+                     const int rows, const int u4)
 {
     const __m256i low = _mm256_set1_epi8(15);
-    const __m256i book = u4 == BOOK ? both(at->codebook) : low;
     const uint8_t *w = at->w;
-    __m256i dot[ROWS][HALVES], other[ROWS][HALVES], codes[HALVES]; /* other: second sums: few rows need not wait */
-    UNROLL for (int m = 0; m < rows; m++) {
+    __m256i other[ROWS][HALVES], codes[HALVES]; /* other: second sums: few rows need not wait */
+    UNROLL for (int m = 0; m < rows; m++)
         UNROLL for (int v = 0; v < HALVES; v++)
             other[m][v] = _mm256_setzero_si256();
-        int32_t sum = at->x_sums[m * at->groups];
-        UNROLL for (int v = 0; v < HALVES; v++)
-            dot[m][v] = at->zeros ? _mm256_mullo_epi32(_mm256_set1_epi32(-sum),
-                                                       _mm256_loadu_si256((const __m256i *)(at->zeros + 8 * v)))
-                                  : _mm256_set1_epi32(-sum * zero);
-    }
     for (int32_t j = 0; j < width; j += u4 ? 8 : 4, w += 64) {
-        _mm_prefetch((const char *)w + at->ahead, _MM_HINT_T1);
+        _mm_prefetch((const char *)w + ahead, _MM_HINT_T1);
         UNROLL for (int v = 0; v < HALVES; v++) {
             codes[v] = _mm256_loadu_si256((const __m256i *)(w + 32 * v));
             if (u4)
                 codes[v] = _mm256_and_si256(codes[v], low);
-            if (u4 == BOOK)
+            if (u4 >= BOOK)
                 codes[v] = _mm256_shuffle_epi8(book, codes[v]);
         }
         UNROLL for (int m = 0; m < rows; m++) {
@@ -82,7 +76,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
             continue;
         UNROLL for (int v = 0; v < HALVES; v++) {
             codes[v] = _mm256_and_si256(_mm256_srli_epi16(_mm256_loadu_si256((const __m256i *)(w + 32 * v)), 4), low);
-            if (u4 == BOOK)
+            if (u4 >= BOOK)
                 codes[v] = _mm256_shuffle_epi8(book, codes[v]);
         }
         UNROLL for (int m = 0; m < rows; m++) {
@@ -97,12 +91,28 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
     UNROLL for (int m = 0; m < rows && rows <= 2; m++)
         UNROLL for (int v = 0; v < HALVES; v++)
             dot[m][v] = _mm256_add_epi32(dot[m][v], other[m][v]);
+}
+
+INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
+                      const int u4)
+{
+    __m256i dot[ROWS][HALVES];
+    if (u4 == BOOK16) { /* 256 times the product of high bytes comes first */
+        UNROLL for (int i = 0; i < rows * HALVES; i++)
+            dot[i / HALVES][i % HALVES] = _mm256_setzero_si256();
+        add_dots(at, 0, width, both(at->codebook + 16), dot, rows, u4);
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        __m256i start = _mm256_set1_epi32(-at->x_sums[m * at->groups] * zero);
+        UNROLL for (int v = 0; v < HALVES; v++)
+            dot[m][v] = u4 == BOOK16 ? _mm256_add_epi32(_mm256_slli_epi32(dot[m][v], 8), start) : start;
+    }
+    add_dots(at, at->ahead, width, u4 >= BOOK ? both(at->codebook) : _mm256_setzero_si256(), dot, rows, u4);
     UNROLL for (int v = 0; v < HALVES; v++) {
-        vf scale = at->scales ? load(at->scales + 8 * v) : load_halves(at->halves + 8 * v);
-        UNROLL for (int m = 0; m < rows; m++) {
-            vf product = _mm256_cvtepi32_ps(dot[m][v]) * scale;
-            store(sums[m] + 8 * v, fused(product, all(at->x_scales[m * at->groups]), load(sums[m] + 8 * v)));
-        }
+        vf products[ROWS];
+        UNROLL for (int m = 0; m < rows; m++)
+            products[m] = _mm256_cvtepi32_ps(dot[m][v]);
+        add_scaled(at, products, sums, v, rows);
     }
 }
 

@@ -53,7 +53,7 @@ INLINE int8x16_t signed_codes(const uint8_t *w, int part, uint8x16_t book, const
     if (!u4)
         return vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(128)));
     uint8x16_t codes = half ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
-    return vreinterpretq_s8_u8(u4 == BOOK ? vqtbl1q_u8(book, codes) : codes);
+    return vreinterpretq_s8_u8(u4 >= BOOK ? vqtbl1q_u8(book, codes) : codes);
 }
 
 /* sum + the dots of four codes and four inputs, the first or the second. In assembly because clang before version 16
@@ -67,20 +67,11 @@ INLINE int32x4_t dot4(int32x4_t sum, int8x16_t codes, int8x8_t x, const int seco
     return sum;
 }
 
-/* One activation group of `rows` rows by one tile. The sum starts at -zero * sum(codes), so that the zero point costs
- * nothing inside. */
-INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
-                      const int u4)
+/* Adds the products of an activation group to `dot`. `book`: the numbers for which nibbles stand, where they do. */
+INLINE void add_dots(const int_walk *at, int32_t width, uint8x16_t book, int32x4_t dot[ROWS][PARTS], const int rows,
+                     const int u4)
 {
     const uint8_t *w = at->w;
-    const uint8x16_t book = u4 == BOOK ? vld1q_u8(at->codebook) : vdupq_n_u8(0);
-    int32x4_t dot[ROWS][PARTS];
-    UNROLL for (int part = 0; part < PARTS; part++) {
-        int32x4_t zeros = at->zeros ? vld1q_s32(at->zeros + 4 * part) : vdupq_n_s32(zero);
-        int32x4_t lift = vsubq_s32(vdupq_n_s32(u4 ? 0 : 128), zeros);
-        UNROLL for (int m = 0; m < rows; m++)
-            dot[m][part] = vmulq_n_s32(lift, at->x_sums[m * at->groups]);
-    }
     for (int32_t j = 0; j < width; j += 8, w += u4 ? 64 : 128) {
         int8x8_t x[ROWS];
         int8x16_t codes[PARTS];
@@ -97,12 +88,30 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
             UNROLL for (int part = 0; part < PARTS; part++)
                 dot[m][part] = dot4(dot[m][part], codes[part], x[m], 1);
     }
+}
+
+/* One activation group of `rows` rows by one tile. Bytes of numbers of two are less 128, too. */
+INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
+                      const int u4)
+{
+    const uint8x16_t lift = vdupq_n_u8(u4 == BOOK16 ? 128 : 0);
+    int32x4_t dot[ROWS][PARTS];
+    if (u4 == BOOK16) { /* 256 times the product of high bytes comes first */
+        UNROLL for (int i = 0; i < rows * PARTS; i++)
+            dot[i / PARTS][i % PARTS] = vdupq_n_s32(0);
+        add_dots(at, width, veorq_u8(vld1q_u8(at->codebook + 16), lift), dot, rows, u4);
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        int32x4_t start = vdupq_n_s32(at->x_sums[m * at->groups] * ((u4 == BOOK16 ? 128 * 257 : u4 ? 0 : 128) - zero));
+        UNROLL for (int part = 0; part < PARTS; part++)
+            dot[m][part] = u4 == BOOK16 ? vaddq_s32(vshlq_n_s32(dot[m][part], 8), start) : start;
+    }
+    add_dots(at, width, u4 >= BOOK ? veorq_u8(vld1q_u8(at->codebook), lift) : lift, dot, rows, u4);
     UNROLL for (int part = 0; part < PARTS; part++) {
-        vf scale = at->scales ? load(at->scales + 4 * part) : load_halves(at->halves + 4 * part);
-        UNROLL for (int m = 0; m < rows; m++) {
-            vf product = vcvtq_f32_s32(dot[m][part]) * scale;
-            store(sums[m] + 4 * part, fused(product, all(at->x_scales[m * at->groups]), load(sums[m] + 4 * part)));
-        }
+        vf products[ROWS];
+        UNROLL for (int m = 0; m < rows; m++)
+            products[m] = vcvtq_f32_s32(dot[m][part]);
+        add_scaled(at, products, sums, part, rows);
     }
 }
 

@@ -1,5 +1,5 @@
 /* The integer product tile by tile, for short vectors. Behind store_tiles.h; an ISA defines ROWS, the most rows of a
- * block, and then int_group, whose `u4` is BOOK where codes stand for numbers of a codebook. */
+ * block, and then int_group, whose `u4` is BOOK or BOOK16 where codes stand for numbers of a codebook. */
 
 /* Where a product of one tile reads and adds: advanced by one activation group at a time. */
 typedef struct {
@@ -7,16 +7,41 @@ typedef struct {
     const int32_t *x_sums; /* [rows][groups] */
     const float *x_scales; /* [rows][groups] */
     const uint8_t *w;
-    const float *scales;   /* NULL where they are f16 */
-    const uint16_t *halves;
-    const int32_t *zeros;  /* like scales, or NULL */
+    const uint8_t *scales, *zeros; /* zeros: NULL for none */
+    int32_t scale_dtype;
     const uint8_t *codebook;
     int64_t x_stride, groups;
     int64_t ahead;         /* bytes from the weights being read to those prefetched meanwhile; 0: none */
 } int_walk;
 
-/* Adds one activation group of `rows` rows by one tile to `sums`. The dot starts at -zero * sum(codes), so that the zero
- * point costs nothing inside. */
+/* PARTS-th vectors of `scales` or zeros. */
+INLINE vf scale_part(const int_walk *at, const uint8_t *scales, int part)
+{
+    if (at->scale_dtype == QS_F8)
+        return load_f8(scales + LANES * part);
+    if (at->scale_dtype == QS_F16)
+        return load_halves((const uint16_t *)(const void *)scales + LANES * part);
+    return load((const float *)(const void *)scales + LANES * part);
+}
+
+/* Adds the scaled products of codes, [rows] of part of a tile, to `sums`. A product is below 2^24 where a group has the
+ * usual size: then it is exact, and what a zero point leaves of it is rounded once. */
+INLINE void add_scaled(const int_walk *at, vf *products, float sums[ROWS][QS_LANES], int part, const int rows)
+{
+    vf scale = scale_part(at, at->scales, part);
+    if (at->zeros) {
+        vf zero = scale_part(at, at->zeros, part);
+        UNROLL for (int m = 0; m < rows; m++)
+            products[m] = fused(zero, all(-(float)at->x_sums[m * at->groups]), products[m]);
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        float *sum = sums[m] + LANES * part;
+        store(sum, fused(products[m] * scale, all(at->x_scales[m * at->groups]), load(sum)));
+    }
+}
+
+/* Adds one activation group of `rows` rows by one tile to `sums`. The dot starts at -zero * sum(codes), so that a
+ * constant zero point costs nothing. */
 INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
                       const int u4);
 
@@ -24,16 +49,16 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
                       const int u4)
 {
     int32_t groups = op->k / op->act_group, per_scale = op->group / op->act_group;
-    int64_t scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES;
+    int64_t scale = qs_scale_bytes(op), scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES * scale;
     float sums[ROWS][QS_LANES] __attribute__((aligned(64)));
     int_walk at = {
         .x = acts->codes + (int64_t)row * op->k,
         .x_sums = acts->sums + (int64_t)row * groups,
         .x_scales = acts->scales + (int64_t)row * groups,
         .w = (const uint8_t *)op->weight + (int64_t)tile * op->k * (u4 ? 8 : 16),
-        .scales = op->scale_dtype == QS_F16 ? NULL : (const float *)op->scales + scales_at,
-        .halves = (const uint16_t *)op->scales + scales_at,
-        .zeros = op->zeros ? op->zeros + scales_at : NULL,
+        .scales = (const uint8_t *)op->scales + scales_at,
+        .zeros = op->zeros ? (const uint8_t *)op->zeros + scales_at : NULL,
+        .scale_dtype = op->scale_dtype,
         .codebook = op->codebook,
         .x_stride = op->k,
         .groups = groups,
@@ -47,13 +72,15 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         at.x_sums++;
         at.x_scales++;
         if (g % per_scale == 0) {
-            at.scales = at.scales ? at.scales + QS_LANES : NULL;
-            at.halves += QS_LANES;
-            at.zeros = at.zeros ? at.zeros + QS_LANES : NULL;
+            at.scales += QS_LANES * scale;
+            at.zeros = at.zeros ? at.zeros + QS_LANES * scale : NULL;
         }
     }
-    for (int m = 0; m < rows; m++)
+    for (int m = 0; m < rows; m++) {
+        for (int i = 0; i < QS_LANES && op->row_scales; i += LANES)
+            store(sums[m] + i, load(sums[m] + i) * load(op->row_scales + tile * QS_LANES + i));
         store_tiles(op, sums[m], row + m, tile, 1);
+    }
 }
 
 INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int64_t ahead,
@@ -74,7 +101,9 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
     int64_t ahead = (int64_t)op->k * (op->dtype == QS_U4 ? 8 : 16) * tiles;
     ahead = ahead <= NEAR ? ahead : 0;
     for (int32_t t = tile; t < tile + tiles; t++) {
-        if (op->codebook)
+        if (op->codebook && op->codebook_bytes == 2)
+            int_rows(op, acts, row, end, t, ahead, BOOK16);
+        else if (op->codebook)
             int_rows(op, acts, row, end, t, ahead, BOOK);
         else if (op->dtype == QS_U4)
             int_rows(op, acts, row, end, t, ahead, 1);

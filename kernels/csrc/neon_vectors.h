@@ -136,6 +136,15 @@ INLINE vf load_halves(const uint16_t *x)
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
 }
 
+/* e4m3 without sign, a 256th of it: that is the f16 of these bits, if they are moved. */
+INLINE vf load_f8(const uint8_t *x)
+{
+    uint32_t four;
+    memcpy(&four, x, sizeof four);
+    uint16x4_t bits = vget_low_u16(vshll_n_u8(vreinterpret_u8_u32(vdup_n_u32(four)), 7));
+    return vcvt_f32_f16(vreinterpret_f16_u16(bits));
+}
+
 INLINE void store_halves(uint16_t *out, vf x)
 {
     vst1_u16(out, vreinterpret_u16_f16(vcvt_f16_f32(x)));

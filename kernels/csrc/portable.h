@@ -334,10 +334,18 @@ static inline void QS_NAME(store_tile)(const qs_linear *op, const float *sums, i
     }
 }
 
+/* One of `scales` or zeros. */
+static inline float QS_NAME(scale)(const qs_linear *op, const void *scales, int64_t at)
+{
+    if (op->scale_dtype == QS_F8)
+        return qs_half_to_float((uint16_t)(((const uint8_t *)scales)[at] << 7));
+    return op->scale_dtype == QS_F16 ? qs_half_to_float(((const uint16_t *)scales)[at]) : ((const float *)scales)[at];
+}
+
 static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_t first, int32_t end,
                                 int32_t tile, int32_t tiles, uint8_t *unpacked)
 {
-    int32_t parts = op->k / op->act_group, groups = op->k / op->group;
+    int32_t parts = op->k / op->act_group, groups = op->k / op->group, planes = op->codebook ? op->codebook_bytes : 1;
     for (int32_t t = tile; t < tile + tiles; t++) {
         const uint8_t *codes = (const uint8_t *)op->weight + (int64_t)t * op->k * QS_LANES;
         if (op->dtype == QS_U4) {
@@ -347,8 +355,9 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
                     unpacked[j * 128 + i] = packed[j * 64 + i] & 15;
                     unpacked[j * 128 + 64 + i] = packed[j * 64 + i] >> 4;
                 }
-            for (int32_t j = 0; op->codebook && j < op->k * QS_LANES; j++)
-                unpacked[j] = op->codebook[unpacked[j]];
+            for (int32_t byte = planes; op->codebook && byte-- > 0;)
+                for (int32_t j = 0; j < op->k * QS_LANES; j++)
+                    unpacked[byte * op->k * QS_LANES + j] = op->codebook[16 * byte + unpacked[j]];
             codes = unpacked;
         }
         for (int32_t row = first; row < end; row++) {
@@ -357,20 +366,25 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
                 int32_t dot[QS_LANES] = {0};
                 int64_t at = (int64_t)row * parts + p;
                 int64_t scale_at = ((int64_t)t * groups + p * op->act_group / op->group) * QS_LANES;
-                const float *singles = (const float *)op->scales + scale_at;
-                const uint16_t *halves = (const uint16_t *)op->scales + scale_at;
                 const int8_t *x = acts->codes + (int64_t)row * op->k + p * op->act_group;
-                const uint8_t *w = codes + (int64_t)p * op->act_group * QS_LANES;
-                for (int32_t j = 0; j < op->act_group; j += 4, w += 64)
+                for (int32_t byte = planes; byte-- > 0;) {
+                    const uint8_t *w = codes + ((int64_t)byte * op->k + p * op->act_group) * QS_LANES;
                     for (int i = 0; i < QS_LANES; i++)
-                        dot[i] += w[4 * i] * x[j] + w[4 * i + 1] * x[j + 1] + w[4 * i + 2] * x[j + 2] +
-                                  w[4 * i + 3] * x[j + 3];
+                        dot[i] *= 256;
+                    for (int32_t j = 0; j < op->act_group; j += 4, w += 64)
+                        for (int i = 0; i < QS_LANES; i++)
+                            dot[i] += w[4 * i] * x[j] + w[4 * i + 1] * x[j + 1] + w[4 * i + 2] * x[j + 2] +
+                                      w[4 * i + 3] * x[j + 3];
+                }
                 for (int i = 0; i < QS_LANES; i++) {
-                    int32_t zero = op->zeros ? op->zeros[scale_at + i] : op->zero;
-                    float scale = op->scale_dtype == QS_F16 ? qs_half_to_float(halves[i]) : singles[i];
-                    sums[i] += (float)(dot[i] - zero * acts->sums[at]) * scale * acts->scales[at];
+                    float product = (float)(dot[i] - op->zero * acts->sums[at]);
+                    if (op->zeros)
+                        product -= QS_NAME(scale)(op, op->zeros, scale_at + i) * (float)acts->sums[at];
+                    sums[i] += product * QS_NAME(scale)(op, op->scales, scale_at + i) * acts->scales[at];
                 }
             }
+            for (int i = 0; i < QS_LANES && op->row_scales; i++)
+                sums[i] *= op->row_scales[t * QS_LANES + i];
             QS_NAME(store_tile)(op, sums, row, t);
         }
     }

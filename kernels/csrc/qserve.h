@@ -102,10 +102,11 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i
  *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
  *   f8            [tile][k][16]                     none of them NaN
- * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32; those of u8 and u4 may be f16, as
- * scale_dtype says. u8 and u4: W = (code - zero) * scale, with either the constant `zero` (zeros NULL) or zeros i32
- * [tile][groups][16]. codebook (u8 [16], NULL for none; u4 only): the code stands for one of these numbers, which are at
- * most 31. f8: W = e4m3 * scale, and the last group may be short.
+ * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32. Those of u8 and u4 are of
+ * scale_dtype, f32, f16 or f8 (a 256th of e4m3, without sign), and count times row_scales f32 [tile][16] (NULL for 1).
+ * u8 and u4: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are in f32 or f16, or
+ * 0 where NULL. codebook (u8 [codebook_bytes][16], NULL for none; u4 only): the code stands for one of these numbers, of
+ * one byte and at most 31, or of two, the low bytes first. f8: W = e4m3 * scale, and the last group may be short.
  *
  * The input is rounded as act_dtype says; `act_span` inputs of a row (the last span may be short) share a scale:
  *   f32  not at all: the product is one of floats. For float and f8 weights.
@@ -116,7 +117,8 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  *
  * u8 and u4 weights take i8 only, and sum integers over `act_group` inputs. act_group divides `group` and `act_span`,
  * is a multiple of 8, and divides `k`, which the caller pads. |sum| is at most act_group * 255 * 128, so
- * act_group <= 65536 never overflows int32. Other weights do not read `act_group`.
+ * act_group <= 65536 never overflows int32, nor does act_group <= 248 with a codebook of two bytes. Other weights do not
+ * read `act_group`.
  *
  * x is [rows, x_width]; row r of the output starts at out + r * out_stride. x_stride is k: rows that a float product
  * reads as they are lie so far apart, and only those of a head lie otherwise. permutation (i32 [k], NULL for none; u8 and
@@ -132,13 +134,12 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
 typedef struct {
     const float *x;
     float *out;
-    const void *weight, *scales;
-    const int32_t *zeros;
-    const float *bias, *norm, *norm_bias;
+    const void *weight, *scales, *zeros;
+    const float *row_scales, *bias, *norm, *norm_bias;
     const int32_t *permutation;
     const uint8_t *codebook;
     int32_t k, n, x_width, x_stride, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero,
-        accumulate, centred, function, gated;
+        codebook_bytes, accumulate, centred, function, gated;
     float input_scale, eps, cap;
 } qs_linear;
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.grid import E4M3
+from qserve.checkpoint.grid import AFFINE, BNB_FP4, E4M3, NF4
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.executor import Placement, Step
 from qserve.kernels.ops import (
@@ -387,6 +387,9 @@ def _count(batch: Batch, rows: str) -> int:
     return batch.logits if rows == "logits" else batch.tokens
 
 
+_UNPACKED = (NF4, BNB_FP4, AFFINE)
+
+
 class TritonExecutor:
     """The Triton kernels on one device.
 
@@ -399,7 +402,7 @@ class TritonExecutor:
     def __init__(
         self, device: torch.device, activations: torch.dtype = torch.bfloat16, *, invariant: bool = False
     ) -> None:
-        self.placement = Placement(device, activations, keys_by_token=True, dense=activations)
+        self.placement = Placement(device, activations, keys_by_token=True, dense=activations, unpacked=_UNPACKED)
         self.batch_invariant = invariant
         self.target: Target = target(device)
         self.has_graphs = self.asynchronous = device.type == "cuda"

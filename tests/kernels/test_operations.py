@@ -63,9 +63,15 @@ INTEGERS = st.builds(
 FP8 = st.sampled_from([WeightScheme(8, -1, dtype="fp8"), WeightScheme(8, -1, dtype="fp8", rows=-1),
                        WeightScheme(8, 128, dtype="fp8", rows=128), WeightScheme(8, 24, dtype="fp8")])  # fmt: skip
 FP4 = st.builds(WeightScheme, st.just(4), st.sampled_from([-1, 8, 16, 32, 64]), dtype=st.just("fp4"))
+NF4 = st.builds(WeightScheme, st.just(4), st.sampled_from([-1, 8, 24, 64]), dtype=st.sampled_from(["nf4", "bnb-fp4"]))
+HQQ = st.builds(
+    WeightScheme, st.sampled_from([2, 3, 4, 8]), st.sampled_from([-1, 8, 24, 64, 128]), st.just(False), st.just("hqq")
+)
 DENSE = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 SUM = 2e-5
 """The error of a sum in float32, for terms of magnitude one, of some hundreds of them in any order."""
+NF4_ERROR = 2.0**-16.96
+"""How far a number of NF4 at most is from that with which kernels multiply."""
 
 
 def holds(*strategies: Any) -> Callable[[Callable[..., None]], Callable[[int], None]]:
@@ -150,11 +156,14 @@ class Product:
         unsure = torch.zeros_like(x)
         if isinstance(weight, QuantizedWeight):
             dense, activations, scheme = weight.dequantize(), weight.activations, weight.scheme
+            steps = weight.scales[:, weight.group_of_input()]
             if activations is None and scheme.grid.exact:
                 tiles = int_tiles(weight)
                 if tiles.permutation is not None:
                     order = tiles.permutation.long()
-                    x, dense = (torch.where(order < 0, 0.0, each[:, order.clamp_min(0)]) for each in (x, dense))
+                    x, dense, steps = (
+                        torch.where(order < 0, 0.0, each[:, order.clamp_min(0)]) for each in (x, dense, steps)
+                    )
                 x, unsure = either(x, ActivationScheme("int8", "group", group_size=tiles.act_span))
             elif activations is not None:
                 x, unsure = either(x, activations, weight.input_scale)
@@ -164,6 +173,8 @@ class Product:
         bias = torch.zeros(exact.shape[1]) if self.bias is None else self.bias
         before = 0.5 * self.accumulate
         magnitude = wide.abs() @ exact.abs() + bias.abs() + before
+        if isinstance(weight, QuantizedWeight) and weight.scheme.dtype == "nf4":  # fixed point
+            magnitude += wide.abs() @ steps.double().T * NF4_ERROR / SUM
         return wide @ exact + bias + before, magnitude + unsure.double() @ exact.abs() / SUM
 
     @property
@@ -178,12 +189,12 @@ class Product:
 @st.composite
 def products(draw: st.DrawFn) -> Product:
     rows, out, inp = draw(st.integers(1, 70)), draw(st.integers(1, 150)), draw(st.integers(1, 300))
-    kind = draw(st.sampled_from(["int", "int", "fp4", "fp8", "dense"]))
+    kind = draw(st.sampled_from(["int", "int", "fp4", "nf4", "hqq", "fp8", "dense"]))
     weight: Tensor | QuantizedWeight
     if kind == "dense":
         weight = torch.randn(out, inp, generator=torch.Generator().manual_seed(inp)).to(draw(DENSE))
     else:
-        scheme = draw({"int": INTEGERS, "fp4": FP4, "fp8": FP8}[kind])
+        scheme = draw({"int": INTEGERS, "fp4": FP4, "nf4": NF4, "hqq": HQQ, "fp8": FP8}[kind])
         ordered = scheme.group_size == -1 or inp % scheme.group_size != 0 or draw(st.booleans())
         weight = make_weight(out, inp, scheme, draw(st.sampled_from(ACTIVATIONS)), shuffled=not ordered)
     x = draw(matrices(rows, inp))

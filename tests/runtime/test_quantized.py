@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS
-from qserve.checkpoint.grid import BNB_FP4, NF4, Grid
+from qserve.checkpoint.grid import AFFINE, BNB_FP4, NF4, Grid
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.modules import LLAMA
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -24,7 +24,7 @@ from qserve.checkpoint.source import open_model
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels import native, registry
-from qserve.kernels.executor import Step
+from qserve.kernels.executor import HOST, Step
 from qserve.kernels.ops import Linear
 from qserve.kernels.reference import round_input
 from qserve.quantize import pipeline
@@ -378,10 +378,11 @@ def split(source: HFDirectory) -> tuple[dict[str, Tensor], dict[str, tuple[int, 
 
 
 @pytest.mark.parametrize(("kind", "grid"), [("nf4", NF4), ("fp4", BNB_FP4)])
-def test_bitsandbytes_is_served_by_its_16_bit_weights_and_says_so(
-    kind: str, grid: Grid, tiny_model: Path, tmp_path: Path
+def test_bitsandbytes_is_served_as_it_is_or_in_16_bits(
+    kind: str, grid: Grid, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As bitsandbytes stores it; the tokens are those of the same weights in floating point."""
+    """As bitsandbytes stores it. Where kernels do not multiply it, the tokens are those of the same weights in floating
+    point, and a note says so."""
     source = HFDirectory(tiny_model)
     tensors, linears = split(source)
     packed, dense = dict(tensors), dict(tensors)
@@ -398,14 +399,21 @@ def test_bitsandbytes_is_served_by_its_16_bit_weights_and_says_so(
         numbers = torch.tensor(grid.codebook)[torch.cat([codes >> 4, codes & 15], 1).flatten().long()].view(out, inp)
         dense[name] = (numbers * parts["absmax"].view(out, -1).repeat_interleave(64, 1)).to(source.dtype())
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
-    (found, notes), (expected, none) = (served(source, tmp_path / "packed", packed, config),
-                                        served(source, tmp_path / "dense", dense))  # fmt: skip
-    assert found == expected
-    assert any(f"{grid.name} are held in" in note for note in notes) and not any("held in" in note for note in none)
+    _, notes = served(source, tmp_path / "packed", packed, config)
+    assert not any("held in" in note for note in notes)
+    decoders = [decoder_of(tmp_path / "packed", kernels) for kernels in ("native", "reference")]
+    logits = [run(decoder, [(0, TOKENS, TABLE)]) for decoder in decoders]
+    assert relative_error(*logits) < 0.01  # inputs are rounded, and numbers to 16 bits
+    monkeypatch.setattr(native.NativeExecutor, "placement", replace(HOST, unpacked=(grid,)))
+    found, notes = generated(tmp_path / "packed")
+    assert found == served(source, tmp_path / "dense", dense)[0]
+    assert any(f"{grid.name} are held in" in note for note in notes)
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_hqq_is_served_by_its_16_bit_weights_and_says_so(told: bool, tiny_model: Path, tmp_path: Path) -> None:
+def test_hqq_is_served_as_it_is_or_in_16_bits(
+    told: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With transformers' configuration and, as hqq itself writes it, without one."""
     source = HFDirectory(tiny_model)
     tensors, linears = split(source)
@@ -423,7 +431,13 @@ def test_hqq_is_served_by_its_16_bit_weights_and_says_so(told: bool, tiny_model:
         dense[f"{module}.weight"] = ((numbers - zero) * scale).view(out, inp).to(source.dtype())
     params = {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 1}}
     config = {"quant_method": "hqq", "quant_config": params, "skip_modules": ["lm_head"]} if told else None
-    found, notes = served(source, tmp_path / "packed", packed, config)
+    _, notes = served(source, tmp_path / "packed", packed, config)
+    assert not any("held in" in note for note in notes)
+    decoders = [decoder_of(tmp_path / "packed", kernels) for kernels in ("native", "reference")]
+    logits = [run(decoder, [(0, TOKENS, TABLE)]) for decoder in decoders]
+    assert relative_error(*logits) < 0.02  # inputs are rounded, but not the steps of dequantization
+    monkeypatch.setattr(native.NativeExecutor, "placement", replace(HOST, unpacked=(AFFINE,)))
+    found, notes = generated(tmp_path / "packed")
     assert found == served(source, tmp_path / "dense", dense)[0]
     assert any("weights in hqq are held in" in note for note in notes)
     pipeline.run(open_model(tmp_path / "packed"), tmp_path / "w4", QuantizeJob(method="rtn", calibration=None))
