@@ -1,7 +1,7 @@
 """``write_gguf``: a model as one file of llama.cpp's format, with the very numbers that it has.
 
-Symmetric integers in groups become ``Q4_0`` or ``Q8_0``, floats stay floats. The file is opened again before it is
-published: configuration and tokenizer must come back as they were.
+Symmetric integers in groups become ``Q4_0``, ``Q5_0`` or ``Q8_0``, floats stay floats. The file is opened again before
+it is published: configuration and tokenizer must come back as they were.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PLAIN = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.wei
 """Matrices that llama.cpp wants in float32, besides all vectors."""
 _WINDOWLESS = ("llama", "phi3")
 """Architectures of which llama.cpp attends to everything, seen in version 0.3.36 of llama-cpp-python."""
-_FILE_TYPES = {Kind.F32: 0, Kind.F16: 1, Kind.Q4_0: 2, Kind.Q8_0: 7, Kind.BF16: 32}
+_FILE_TYPES = {Kind.F32: 0, Kind.F16: 1, Kind.Q4_0: 2, Kind.Q8_0: 7, Kind.Q5_0: 8, Kind.BF16: 32}
 """llama.cpp's numbers of what most of a file is stored in."""
 
 

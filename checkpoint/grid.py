@@ -72,7 +72,7 @@ def _from_codebook(
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-INTEGERS = Grid("int", (2, 3, 4, 6, 8), zero_points=True, exact=True, largest=127.0, numbers=_whole)
+INTEGERS = Grid("int", (2, 3, 4, 5, 6, 8), zero_points=True, exact=True, largest=127.0, numbers=_whole)
 E4M3 = Grid("fp8", (8,), zero_points=False, exact=False, largest=448.0, numbers=_e4m3, nan=0x7F)
 """OCP 8-bit floating point, 2023."""
 E2M1 = _from_codebook("fp4", (*_E2M1, *(-number for number in _E2M1)), unit=0.5, scale_bits=8)

@@ -1,6 +1,6 @@
 """Values of a few bits in 32-bit words: one little-endian bit stream, the first value in the lowest bits.
 
-At 3 and 6 bits some values cross the end of a word. The code works on bytes and assumes little-endian words, as on
+At 3, 5 and 6 bits some values cross the end of a word. The code works on bytes and assumes little-endian words, as on
 every processor that this runs on.
 """
 

@@ -14,9 +14,10 @@ _LINE = 64
 
 
 class Arena:
-    """Slabs of memory in huge pages. A slab lives as long as a tensor in it."""
+    """Slabs of ``size`` bytes, or what a tensor needs, in huge pages. A slab lives as long as a tensor in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = _SLAB) -> None:
+        self._size = size
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
@@ -26,7 +27,12 @@ class Arena:
         if size == 0:
             return torch.empty(*shape, dtype=dtype)
         if self._used + size > len(self._slab):
-            self._slab, self._used = pages.empty((max(size, _SLAB),), torch.uint8), 0
+            self._slab, self._used = pages.empty((max(size, self._size),), torch.uint8), 0
         place = self._slab[self._used : self._used + size].view(dtype).view(*shape)
-        self._used += -(-size // _LINE) * _LINE
+        self._used += room(size)
         return place
+
+
+def room(size: int) -> int:
+    """Bytes that a tensor of ``size`` takes in a slab."""
+    return -(-size // _LINE) * _LINE

@@ -6,13 +6,14 @@ A slot is filled and emptied between two steps, and the operation that reads it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qserve.checkpoint.lora import LoraWeight
+from qserve.kernels.arena import Arena, room
 from qserve.kernels.prepack import float_tiles, rows_of_tiles
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # as csrc/qserve.h numbers them
@@ -52,13 +53,33 @@ def _narrowed(matrix: Tensor) -> Tensor:
     return matrix
 
 
+Matrices = tuple[LoraTiles | None, ...]
+"""An adapter's matrices for linears that share an input; None for one that it leaves as it is."""
+
+
+def side_by_side(products: Sequence[Matrices]) -> tuple[Matrices, ...]:
+    """``products`` in memory of their own, in the order in which a step reads it: the a of linears that share an input,
+    then their b."""
+    matrices = [matrix for held in products for tiles in held if tiles is not None for matrix in (tiles.a, tiles.b)]
+    take = Arena(sum(room(matrix.nbytes) for matrix in matrices)).take
+
+    def moved(matrix: Tensor) -> Tensor:
+        return take(matrix.shape, matrix.dtype).copy_(matrix)
+
+    def placed(held: Matrices) -> Matrices:
+        first = [tiles and replace(tiles, a=moved(tiles.a)) for tiles in held]
+        return tuple(tiles and replace(tiles, b=moved(tiles.b)) for tiles in first)
+
+    return tuple(map(placed, products))
+
+
 class LoraSlots:
     """``parts``: (first column, columns) of the output for each linear. ``held[slot]`` has an adapter's matrices for
     each, or None where it leaves that linear as it is; ``table`` is the same for the C kernels."""
 
     def __init__(self, parts: Sequence[tuple[int, int]], count: int, max_rank: int) -> None:
         self.parts, self.max_rank = tuple(parts), max_rank
-        self.held: list[tuple[LoraTiles | None, ...]] = [(None,) * len(self.parts)] * count
+        self.held: list[Matrices] = [(None,) * len(self.parts)] * count
         self.table = torch.zeros(count, len(self.parts) * _ENTRY.itemsize, dtype=torch.uint8)
         self._entries = self.table.numpy().view(_ENTRY)
 

@@ -108,7 +108,8 @@ def _declare(loaded: C.CDLL) -> None:
     loaded.qs_scratch_bytes.restype = C.c_int64
     loaded.qs_scratch_bytes.argtypes = [C.c_void_p, C.c_int32, C.c_int32, C.c_int32]
     loaded.qs_run.argtypes = [C.c_void_p, C.c_int32, C.c_void_p, C.c_void_p, C.c_void_p, C.c_int32]
-    loaded.qs_meet.argtypes = [C.c_void_p]
+    loaded.qs_meet.argtypes = loaded.qs_arrive.argtypes = [C.c_void_p]
+    loaded.qs_await.argtypes = [C.c_void_p, C.c_int32, C.c_int32]
     loaded.qs_peak_products.restype = C.c_int64
     loaded.qs_peak_products.argtypes = [C.c_int64, C.c_int32]
     loaded.qs_peak_read.restype = C.c_int64
@@ -228,6 +229,21 @@ def meeting(ranks: Ranks) -> Callable[[], None]:
             raise RankLost
 
     return meet
+
+
+def handing_on(ranks: Ranks) -> tuple[Callable[[], None], Callable[[int], None]]:
+    """``Ranks.arrive``, and ``Ranks.wait_for`` the rank before this one; the first follows the last."""
+    described, loaded = abi.describe(ranks, Tensor.data_ptr), library()
+    before = (ranks.rank - 1) % ranks.size
+
+    def arrive(kept: Tensor = ranks.counters) -> None:
+        loaded.qs_arrive(C.byref(described))
+
+    def wait(turn: int) -> None:
+        if loaded.qs_await(C.byref(described), before, turn):
+            raise RankLost
+
+    return arrive, wait
 
 
 class _Pool:

@@ -19,6 +19,9 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.code_tiles import LANES, Tile, tile_codes_reference
 
 _ONE_BYTE = 31  # the largest number of a codebook of one byte
+_TOPS = (448.0, 256.0, 416.0, 384.0, 352.0, 320.0, 288.0, 240.0)  # the largest e4m3 number of each significand
+_SAMPLE = 16  # scales of a row by which its factor is chosen
+_LAST_BITS = 1e-6
 _CODES = 1 << 18  # that are rounded at a time
 
 Take = Callable[[Sequence[int], torch.dtype], Tensor]
@@ -31,7 +34,9 @@ class IntTiles:
 
     weight uint8; scales [tiles, groups, 16], and zeros of the same shape or None: float16 where that holds all of both
     exactly (as most checkpoints store them), else float32; permutation int32 [k], the column of x behind each input (-1
-    for padding), or None. A code stands for (code - zero - zeros) * scale.
+    for padding), or None. A code stands for (code - zero - zeros) * scale. Scales count times row_scales, float32
+    [tiles, 16], where there are such; then they may be float8_e4m3fn without sign, of which a 256th counts. Those of
+    NVFP4 and MXFP4 are held so.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
     activation scale. ``codebook``, uint8 [bytes, 16] with low bytes first: the numbers for which codes stand, or None.
     """
@@ -47,6 +52,7 @@ class IntTiles:
     act_span: int
     zero: int
     codebook: Tensor | None = None
+    row_scales: Tensor | None = None
 
 
 def _tiles_of_rows(values: Tensor) -> Tensor:
@@ -77,15 +83,19 @@ def is_expanded(scheme: WeightScheme, activations: ActivationScheme | None) -> b
 
 
 def tile_bytes(
-    scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int, *, half_scales: bool = False
+    scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int, *, narrow_scales: bool = False
 ) -> int:
-    """Bytes of a packed weight [out, in] as the kernels hold it, without padding. ``half_scales``: float16 holds its
-    scales and zero points, which is not known before they are read; False gives the upper bound."""
+    """Bytes of a packed weight [out, in] as the kernels hold it, without padding. ``narrow_scales``: 16 bits hold its
+    scales and zero points, or 8 where it is stored with such, which is not known before they are read; False gives the
+    upper bound."""
     if is_expanded(scheme, activations):
         return 4 * out * inp
     codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
-    scale = 2 if half_scales and scheme.grid.exact and frexp(scheme.grid.unit)[0] == 0.5 else 4  # times a power of two
-    return codes + out * scheme.groups(inp) * scale * (1 if scheme.symmetric else 2)
+    groups = out * scheme.groups(inp)
+    if narrow_scales and scheme.grid.scale_bits == 8:
+        return codes + groups + 4 * out
+    halves = narrow_scales and scheme.grid.exact and frexp(scheme.grid.unit)[0] == 0.5  # times a power of two
+    return codes + groups * (2 if halves else 4) * (1 if scheme.symmetric else 2)
 
 
 def _spans(width: int, bits: int, activations: ActivationScheme | None) -> tuple[int, int, int]:
@@ -142,11 +152,14 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
     elif grid.real_zeros:
         zero = 0
     # In this order: at the end of the preceding weights, the prefetch runs into these scales.
-    halves = all(_is_half(part * grid.unit) for part in packed.scales.split(_rows(packed.scales)))
+    values, unit, row_scales = packed.scales, grid.unit, None
+    if grid.scale_bits == 8:
+        values, rows = _by_row(values)
+        row_scales, unit = _tile_rows(rows, torch.float32, take, unit).flatten(1), 1.0
+    dtype = _narrowest(values, unit)
     if packed.zeros is not None and grid.real_zeros:
-        halves = halves and all(map(_is_half, packed.zeros.split(_rows(packed.zeros))))
-    dtype = torch.float16 if halves else torch.float32
-    scales = _tile_rows(packed.scales, dtype, take, grid.unit)
+        dtype = torch.promote_types(dtype, _narrowest(packed.zeros))
+    scales = _tile_rows(values, dtype, take, unit)
     zeros = None
     if packed.zeros is not None:  # beside `zero`, so that they are small
         zeros = _tile_rows(packed.zeros if grid.real_zeros else packed.zeros.float() - zero, dtype, take)
@@ -164,6 +177,7 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
         act_span=act_span or k,
         zero=zero,
         codebook=book,
+        row_scales=row_scales,
     )
 
 
@@ -184,8 +198,43 @@ def _rows(values: Tensor) -> int:
     return max(1, _CODES // (LANES * values.shape[1])) * LANES
 
 
-def _is_half(values: Tensor) -> bool:
-    return torch.equal(values.half().float(), values.float())
+def _narrowest(values: Tensor, unit: float = 1) -> torch.dtype:
+    """Which type holds ``values`` times ``unit``."""
+    if values.dtype == torch.float8_e4m3fn:
+        return values.dtype
+    parts = values.split(_rows(values))
+    halves = all(torch.equal((part * unit).half().float(), (part * unit).float()) for part in parts)
+    return torch.float16 if halves else torch.float32
+
+
+def _by_row(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, groups] and float32 [out, 1], whose products are ``scales`` but for their last bits: for each row a 256th
+    of e4m3 numbers without sign, and a factor, if it has such, else the scales and 1. Where all rows have such, the
+    former are float8_e4m3fn and 256 times as large, otherwise float32. The largest of a row is one of eight numbers, as
+    its significand says; the rest must fit to it."""
+    numbers, factors, fitting = [], [], []
+    for part in scales.split(_rows(scales)):
+        largest = part.amax(1, keepdim=True)
+        largest = torch.where(largest > 0, largest, 1.0)
+        factor, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+        for top in _TOPS:
+            some = part[:, :_SAMPLE] * (top / largest)
+            off = _off(some, some.to(torch.float8_e4m3fn))
+            factor, least = torch.where(off < least, largest / top, factor), off.minimum(least)
+        number = part / factor
+        eight = number.to(torch.float8_e4m3fn)
+        fits = (_off(number, eight) < _LAST_BITS) & (part.amin(1, keepdim=True) >= 0)
+        numbers.append(eight)
+        factors.append(torch.where(fits, factor * 256, 1.0))
+        fitting.append(fits)
+    found, fits = torch.cat([each.view(torch.uint8) for each in numbers]) & 0x7F, torch.cat(fitting)
+    eight = found.view(torch.float8_e4m3fn)
+    return eight if bool(fits.all()) else torch.where(fits, eight.float() / 256, scales), torch.cat(factors)
+
+
+def _off(numbers: Tensor, eight: Tensor) -> Tensor:
+    """[out, 1]: how far ``numbers`` of a row at most are from those in ``eight`` bits, relative to them."""
+    return (eight.float() - numbers).abs_().div_(numbers.clamp_min(1e-9)).amax(1, keepdim=True)
 
 
 def _tile_rows(values: Tensor, dtype: torch.dtype, take: Take, unit: float = 1) -> Tensor:

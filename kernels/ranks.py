@@ -37,10 +37,19 @@ class Ranks:
 
     def meet(self) -> None:
         """Return when all ranks have called it: the reference of ``native.meeting``. Raises ``RankLost``."""
-        arrived, ended = self.counters[: self.size, 0], self.counters[self.size]
-        arrived[self.rank] += 1
-        while bool((arrived - arrived[self.rank] < 0).any()):
-            if ended[0]:
+        self.arrive()
+        for rank in range(self.size):
+            self.wait_for(rank, int(self.counters[self.rank, 0]))
+
+    def arrive(self) -> None:
+        """Count one more arrival of this rank."""
+        self.counters[self.rank, 0] += 1
+
+    def wait_for(self, rank: int, turn: int) -> None:
+        """Return when ``rank`` has arrived ``turn`` times. Raises ``RankLost``. Both count modulo 2^32."""
+        wanted = torch.tensor(turn).int()
+        while self.counters[rank, 0] - wanted < 0:
+            if self.counters[self.size, 0]:
                 raise RankLost
             time.sleep(0)
 

@@ -38,6 +38,7 @@ class TiledLinear:
     dtype: int
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    row_scales: Tensor | None = None
     bias: Tensor | None = None
     norm: Tensor | None = None
     norm_bias: Tensor | None = None
@@ -163,11 +164,12 @@ def _tiles(weight: Tensor | QuantizedWeight, take: Take, tile: Tile) -> dict[str
         return {
             "scales": tiles.scales,
             "zeros": tiles.zeros,
+            "row_scales": tiles.row_scales,
             "weight": tiles.weight,
             "permutation": tiles.permutation,
             "codebook": tiles.codebook,
             "codebook_bytes": 0 if tiles.codebook is None else len(tiles.codebook),
-            "scale_dtype": abi.FLOATS[tiles.scales.dtype],
+            "scale_dtype": abi.DTYPES[tiles.scales.dtype],
             "k": tiles.k,
             "x_stride": tiles.k,
             "dtype": abi.U4 if tiles.bits == 4 else abi.U8,
@@ -266,10 +268,9 @@ def _stacked(
     scales [weights], where they have static ones."""
     tiled = [_tiles(weight, anywhere, tile) for weight in weights]
     first = dict(tiled[0])
-    if len({each.get("scale_dtype") for each in tiled}) > 1:  # float16 holds the scales of some only
-        tiled = [{**each, "scales": each["scales"].float(), "zeros": as_floats(each["zeros"]), "scale_dtype": 0}
-                 for each in tiled]  # fmt: skip
-        first["scale_dtype"] = 0
+    if len({each.get("scale_dtype") for each in tiled}) > 1:  # fewer bits hold the scales of some only
+        tiled = [{**each, **_singles(each)} for each in tiled]
+        first |= _singles(first)
     if any(each.get("permutation") is not None for each in tiled):
         in_order = torch.arange(first["k"], dtype=torch.int32)
         tiled = [{**each, "permutation": in_order if each["permutation"] is None else each["permutation"]}
@@ -281,6 +282,12 @@ def _stacked(
     first |= {name: kept(take, torch.stack([each[name] for each in tiled])) for name in tiled[0] if name in tensors}
     scales = torch.tensor([each.get("input_scale", 0.0) for each in tiled])
     return first, scales if scales.any() else None
+
+
+def _singles(fields: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``fields`` that differ where scales are float32."""
+    scales = fields["scales"].float() / (256 if fields["scale_dtype"] == abi.F8 else 1)
+    return {"scales": scales, "zeros": as_floats(fields["zeros"]), "scale_dtype": 0}
 
 
 def tile_embed(op: Embed) -> TiledEmbed:

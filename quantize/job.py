@@ -95,8 +95,8 @@ class QuantizeJob:
             ("--effort", self.effort, ("fast", "normal", "best")),
             ("--kv-cache", self.kv_cache, (None, "int8", "fp8")),
             ("--kv-scales", self.kv_granularity, ("tensor", "head")),
-            ("--head", self.head_bits, (0, 4, 6, 8)),
-            ("--embeddings", self.embedding_bits, (0, 6, 8)),
+            ("--head", self.head_bits, (0, 4, 5, 6, 8)),
+            ("--embeddings", self.embedding_bits, (0, 5, 6, 8)),
         ):
             if value not in known:
                 raise UsageError(f"{flag} must be one of {', '.join(str(k) for k in known if k)}, not {value!r}")

@@ -88,9 +88,10 @@ def assign(
         for (out, inp), count in skipped.items()
     ]
     outer = {"lm_head": job.head_bits, shapes.embedding: job.embedding_bits}
+    outer_size = min(job.group_size, 64) if job.group_size > 0 else 64
     for module, bits in outer.items():
         if bits:
-            overrides[module] = WeightScheme(bits, group_size_for(shapes.embedding_shape[1], 64))
+            overrides[module] = WeightScheme(bits, group_size_for(shapes.embedding_shape[1], outer_size))
     if not job.head_bits:
         ignored.insert(0, "lm_head")
         if job.embedding_bits and shapes.tied:
@@ -124,7 +125,7 @@ def word_values(scheme: WeightScheme) -> int:
         return 1
     if scheme.grid is not INTEGERS:
         raise UsageError(f"no method rounds weights to {scheme}")
-    return {2: 16, 3: 32, 4: 8, 6: 1, 8: 4}[scheme.bits]
+    return {2: 16, 3: 32, 4: 8, 5: 1, 6: 1, 8: 4}[scheme.bits]
 
 
 def group_size_for(in_features: int, wanted: int) -> int:

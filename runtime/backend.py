@@ -12,6 +12,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.lora_layers import LoraLayers
+from qserve.runtime.parallel.pipeline_runner import PipelineRunner
 from qserve.runtime.parallel.rank_processes import RankProcesses
 from qserve.runtime.runner import ModelRunner
 
@@ -61,6 +62,7 @@ class LoadedModel:
         gpu: the memory of the GPU that computes; None without one.
         lora: where adapters act; None where none are served.
         ranks: the processes of the other ranks; None where there is one.
+        pipeline: the runner, where it runs steps in stages.
     """
 
     runner: ModelRunner
@@ -75,6 +77,7 @@ class LoadedModel:
     gpu: GpuMemory | None = None
     lora: LoraLayers | None = None
     ranks: RankProcesses | None = None
+    pipeline: PipelineRunner | None = None
 
 
 class Backend(Protocol):

@@ -9,6 +9,7 @@ from qserve.runtime.backend import Backend
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.native_backend import NativeBackend
+from qserve.runtime.parallel.support import option
 
 
 def backend_for(source: ModelSource, config: EngineConfig) -> Backend:
@@ -27,9 +28,8 @@ def backend_for(source: ModelSource, config: EngineConfig) -> Backend:
             kind = source.config.get("model_type")
             known = isinstance(kind, str) and kind in native_families()
             why = str(error) if known else f"the native decoder does not serve the type {kind}"
-    if config.tensor_parallel_size > 1:
-        raise UsageError(f"--tensor-parallel-size {config.tensor_parallel_size} is served by the native backend alone: "
-                         f"{why}")
+    if config.num_ranks > 1:
+        raise UsageError(f"{option(config)} is served by the native backend alone: {why}")
     from qserve.runtime.transformers_backend import TransformersBackend  # imports much of transformers
 
     return TransformersBackend(why)

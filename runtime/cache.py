@@ -76,6 +76,11 @@ class CacheLayout:
         states = {layer: spec for layer, spec in enumerate(specs) if isinstance(spec, StateSpec)}
         return cls(tuple(groups), states)
 
+    def part(self, layers: range) -> CacheLayout:
+        """The same groups with these layers alone, for a process that has no others."""
+        groups = [CacheGroup(g.spec, tuple(layer for layer in g.layers if layer in layers)) for g in self.groups]
+        return CacheLayout(tuple(groups), {layer: spec for layer, spec in self.states.items() if layer in layers})
+
     @property
     def windows(self) -> tuple[int, ...]:
         """The window of each group; 0 where a query sees all keys before it."""

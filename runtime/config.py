@@ -54,6 +54,7 @@ class EngineConfig:
         enable_prefix_caching: reuse the KV of equal prompt beginnings, and the states of hybrids.
         kernels: which executor, see ``registry.names``.
         tensor_parallel_size: ranks that share the model, processes of this machine with a shard of its weights each.
+        pipeline_parallel_size: ranks that share it otherwise: each has some of its layers, and computes another step.
         threads: of the native kernels, for each rank; None takes the cores of this process.
         cpu_list: the CPUs that they are pinned to, one each, those of the first rank first; None leaves them to the
             system.
@@ -92,6 +93,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kernels: str = "auto"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     threads: int | None = None
     cpu_list: tuple[int, ...] | None = None
     head: str = "auto"
@@ -122,9 +124,14 @@ class EngineConfig:
         return self.max_num_seqs + self.num_snapshots
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def num_threads(self) -> int | None:
         """Threads of the native kernels of a rank, or None where no number is asked for."""
-        return self.threads if self.cpu_list is None else len(self.cpu_list) // self.tensor_parallel_size
+        return self.threads if self.cpu_list is None else len(self.cpu_list) // self.num_ranks
 
     @property
     def offload_memory(self) -> int:
@@ -169,6 +176,7 @@ class EngineConfig:
             "max_waiting",
             "max_waiting_tokens",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
             "threads",
             "max_loras",
             "max_lora_rank",
@@ -179,10 +187,17 @@ class EngineConfig:
         if self.tensor_parallel_size > 1 and self.speculative_config and self.speculative_config.model is not None:
             raise UsageError(f"--tensor-parallel-size {self.tensor_parallel_size}: a draft model cannot be combined "
                              "with several ranks yet; use one")
+        if self.pipeline_parallel_size > 1:
+            asked = f"--pipeline-parallel-size {self.pipeline_parallel_size}"
+            if self.tensor_parallel_size > 1:
+                raise UsageError(f"{asked}: stages cannot be divided by --tensor-parallel-size "
+                                 f"{self.tensor_parallel_size} yet; use one of the two")
+            if self.speculative_config:
+                raise UsageError(f"{asked}: speculative decoding cannot be combined with several stages yet; use one")
         if self.cpu_list is not None:
             if not self.cpu_list or len(set(self.cpu_list)) < len(self.cpu_list):
                 raise UsageError("--cpu-list names each CPU once, and at least one")
-            if self.threads not in (None, len(self.cpu_list) // self.tensor_parallel_size):
+            if self.threads not in (None, len(self.cpu_list) // self.num_ranks):
                 count = len(self.cpu_list)
                 raise UsageError(f"--cpu-list names {count} CPUs, one for each thread: leave out --threads")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:

@@ -98,6 +98,7 @@ class Engine:
         self.classifier, self._generates = loaded.classifier, loaded.generates
         self.limits, self.memory = loaded.limits, loaded.memory
         self.kernels, self.notes, self._gpu, self._ranks = loaded.kernels, loaded.notes, loaded.gpu, loaded.ranks
+        self._pipeline = loaded.pipeline
         self.adapters = AdapterPool(loaded.lora, available_memory)
         for name, path in config.lora_modules:
             self.adapters.add(name, path, self.adapters.read(path))
@@ -111,6 +112,7 @@ class Engine:
                 max_num_logits=loaded.limits.max_num_logits,
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
+                num_stages=loaded.pipeline.num_stages if loaded.pipeline else 1,
             ),
             BlockManager(
                 loaded.cache.num_blocks, loaded.cache.block_size, config.enable_prefix_caching, loaded.cache.windows,
@@ -129,7 +131,7 @@ class Engine:
         self._choices: dict[str, Choice] = {}  # by the id of the scheduler's request
         self._choices_of: dict[str, dict[str, Choice]] = {}  # the same, by the id of their own request first
         self._next_deadline = math.inf  # no choice is late before this time
-        self._flights: deque[StepInFlight] = deque()  # oldest first; a second one where steps overlap
+        self._flights: deque[StepInFlight] = deque()  # oldest first; several where steps overlap
         self._ended: list[RequestOutput] = []  # while a step was run, to be output by it
         self._landed = 0.0  # when the last step did, on the clock
         self.overlaps = loaded.asynchronous
@@ -240,7 +242,8 @@ class Engine:
 
         If the executor is asynchronous and the step's tokens can be chosen on the device, the next step begins before
         they are known, and is computed while they become text. For a choice that they end it is computed in vain. Steps
-        with drafts do not overlap: where the next one begins is known when it is known which guesses were right.
+        with drafts do not overlap: where the next one begins is known when it is known which guesses were right. Where
+        a pipeline runs the steps, one begins for each of its stages.
 
         What fails on the rows, the mask, the tokens or the text of one request ends that request, and the log says why.
         If the model raises, every request ends, the engine is as good as new, and the caller gets the error.
@@ -256,6 +259,8 @@ class Engine:
             flight = self._flights[0]
             if flight.is_chosen and not self._waits_for_drafts(flight):
                 self._launch(now)
+            while len(self._flights) < self.scheduler.config.num_stages and self._launch(now):
+                pass
             runs = {choice.sequence.request_id: run for choice, run in zip(flight.choices, flight.land())
                     if not choice.sequence.is_finished}  # it may have ended since the step began
             began, self._landed = max(flight.began, self._landed), self._clock()
@@ -440,7 +445,8 @@ class Engine:
         return list(self.tokenizer(text)["input_ids"])
 
     def stats(self) -> EngineStats:
-        return EngineStats.of(self.scheduler, self._gpu.use() if self._gpu else None)
+        idle = self._pipeline.idle_ratios() if self._pipeline else ()
+        return EngineStats.of(self.scheduler, self._gpu.use() if self._gpu else None, idle)
 
     def snapshot(self) -> EngineSnapshot:
         """Requests, blocks and the last steps, as they are between two steps."""

@@ -26,6 +26,8 @@ class SchedulerConfig:
         max_waiting: new requests are refused while this many wait.
         max_waiting_tokens: new requests are refused if more prompt tokens than this would wait, unless none wait. None
             allows 32 contexts.
+        num_stages: of the pipeline that runs the plans, as many of which are in flight. The decodes are divided between
+            them, and a request has its newest token in one of them at most.
         priority_aging: seconds of waiting that weigh as much as one level of priority.
     """
 
@@ -35,10 +37,11 @@ class SchedulerConfig:
     max_num_logits: int | None = None
     max_waiting: int = 1024
     max_waiting_tokens: int | None = None
+    num_stages: int = 1
     priority_aging: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_waiting", "num_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -69,6 +69,25 @@ class MemoryPlan:
 
 def weight_bytes(source: ModelSource, modules: Modules, executor: Executor, *, int8_head: bool) -> int:
     """Bytes of the weights as ``executor`` holds them."""
+    return sum(held_bytes(source, modules, executor, int8_head=int8_head).values())
+
+
+def layer_bytes(held: Mapping[str, int], modules: Modules, count: int) -> list[int]:
+    """Of ``held_bytes`` those that a step reads, for each of ``count`` layers. The last has norm and head too. Of the
+    embedding a step reads some rows alone, so that counts for nothing."""
+    found, layers = [0] * count, f"{modules.layers}."
+    looked_up = tuple(f"{name}." for name in (modules.embedding, modules.positions) if name)
+    for name, size in held.items():
+        layer = int(name.removeprefix(layers).partition(".")[0]) if name.startswith(layers) else count - 1
+        # Layers behind the last one predict several tokens at once, and are not served.
+        if layer < count and not f"{name}.".startswith(looked_up):
+            found[layer] += size
+    return found
+
+
+def held_bytes(source: ModelSource, modules: Modules, executor: Executor, *, int8_head: bool) -> dict[str, int]:
+    """Bytes of each weight as ``executor`` holds it, by the name of the tensor, or of the linear that is packed. What
+    is laid out for the product of the head has the head's name."""
     packed, embedding, output = set(source.linears()), modules.embedding, modules.head
 
     def product(module: str) -> int:
@@ -84,22 +103,23 @@ def weight_bytes(source: ModelSource, modules: Modules, executor: Executor, *, i
         return source.nbytes(name) if dtype is None or len(shape) < 2 else prod(shape) * dtype.itemsize
 
     looked_up = f"{embedding}.weight"  # rows that are looked up keep their form
-    total = source.nbytes(looked_up) if source.has(looked_up) else 0
-    total += sum(dense(name) for name in source.names() if name not in (f"{output}.weight", looked_up))
-    total += sum(product(module) for module in packed - {embedding})
+    held = {name: dense(name) for name in source.names() if name not in (f"{output}.weight", looked_up)}
+    held |= {module: product(module) for module in packed - {embedding}}
+    if source.has(looked_up):
+        held[looked_up] = source.nbytes(looked_up)
     if embedding in packed:  # one byte for every code
         scheme, (vocab, width) = _scheme(source, embedding), source.shape(embedding)
-        total += vocab * width + vocab * scheme.groups(width) * (4 if scheme.symmetric else 5)
+        held[embedding] = vocab * width + vocab * scheme.groups(width) * (4 if scheme.symmetric else 5)
     if output in packed or is_classifier(source.config):
-        return total
+        return held
     if embedding in packed and not source.has(f"{output}.weight"):
-        return total + product(embedding)
+        return held | {output: product(embedding)}
     # A tied head is laid out a second time, for the product.
     head = f"{output}.weight" if source.has(f"{output}.weight") else looked_up
     if not int8_head:
-        return total + dense(head)
+        return held | {output: dense(head)}
     vocab, width = source.shape(head)
-    return total + executor.packed_bytes(int8_scheme(width), None, vocab, width)
+    return held | {output: executor.packed_bytes(int8_scheme(width), None, vocab, width)}
 
 
 def _scheme(source: ModelSource, module: str) -> WeightScheme:
@@ -117,9 +137,11 @@ def plan_memory(
     config: EngineConfig,
     files: int = 0,
     device: torch.device | None = None,
+    block_bytes: int | None = None,
 ) -> MemoryPlan:
     """Divide the free memory as ``config`` wishes. ``context`` is the model's own limit. On a GPU the memory is that of
-    ``device``. Raises ``CapacityError`` with the arithmetic where the wishes, or the model, do not fit."""
+    ``device``. ``block_bytes``: of a block in all processes together, where there are several. Raises
+    ``CapacityError`` with the arithmetic where the wishes, or the model, do not fit."""
     max_model_len, kv_cache_memory = config.max_model_len, config.kv_cache_memory
     kv_offload_memory = config.offload_memory
     on_gpu = device is not None and device.type == "cuda"
@@ -127,7 +149,7 @@ def plan_memory(
     share = GPU_SHARE if on_gpu else _SHARE
     if config.gpu_memory_utilization is not None:
         available, share = max(0, available - reserved(total, config.gpu_memory_utilization)), 1.0
-    block_bytes, windows = layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
+    block_bytes, windows = block_bytes or layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
     states = config.num_state_slots * layout.state_bytes
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")

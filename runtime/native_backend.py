@@ -20,17 +20,30 @@ from qserve.runtime.cache import blocks_needed
 from qserve.runtime.classifier import read_classifier
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.gpu_memory import GpuMemory
-from qserve.runtime.memory import GPU_SHARE, MemoryPlan, file_bytes, measured, plan_memory, reserved, weight_bytes
+from qserve.runtime.memory import (
+    GPU_SHARE,
+    MemoryPlan,
+    file_bytes,
+    held_bytes,
+    layer_bytes,
+    measured,
+    plan_memory,
+    reserved,
+    weight_bytes,
+)
 from qserve.runtime.models.config import DecoderConfig, decoder_config, is_classifier
-from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.models.decoder import Decoder, DecoderLimits, cache_layout
 from qserve.runtime.models.kv_scales import cache_dtype
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.parallel import support
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
-from qserve.runtime.parallel.rank_processes import RankProcesses
+from qserve.runtime.parallel.pipeline_runner import PipelineRunner
+from qserve.runtime.parallel.rank_processes import RankProcesses, RankTask
 from qserve.runtime.parallel.runner import ParallelRunner
 from qserve.runtime.parallel.shard import Shard
+from qserve.runtime.parallel.stage import Stage, divide
+from qserve.runtime.parallel.stage_channel import StageChannel
 from qserve.runtime.parallel.step_channel import StepChannel
 from qserve.runtime.runner import DecoderRunner
 
@@ -58,7 +71,7 @@ class NativeBackend:
         lora = LoraLayers(2 * config.max_loras, config.max_lora_rank) if config.enable_lora else None
         sizes = _limits(config, executor, hidden_layers)
         runner: DecoderRunner
-        if config.tensor_parallel_size > 1:
+        if config.num_ranks > 1:
             runner, memory, notes = _load_ranks(source, model_config, config, executor, sizes, progress)
         else:
             decoder, memory, notes = _load(source, model_config, config, executor, sizes, lora, progress, planned)
@@ -86,7 +99,8 @@ class NativeBackend:
             tuple(notes),
             GpuMemory(executor.placement.device) if executor.placement.device.type == "cuda" else None,
             lora,
-            runner.processes if isinstance(runner, ParallelRunner) else None,
+            runner.processes if isinstance(runner, ParallelRunner | PipelineRunner) else None,
+            runner if isinstance(runner, PipelineRunner) else None,
         )
 
     def plan(self, source: ModelSource, config: EngineConfig) -> MemoryPlan:
@@ -97,13 +111,13 @@ class NativeBackend:
 def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, DecoderConfig, Executor]:
     """The checkpoint as it is held, what it is, and what computes it."""
     require_stored_as(source, config.quantization)
-    executor = _executor(source, config, Shard())
+    executor = _executor(source, config, support.rank_of_engine(config))
     source = _held(source, executor)
     model_config = decoder_config(source.config, source.name)
     if model_config.latent is not None and cache_dtype(config.kv_cache_dtype, source) in SCALED_KV:
         raise UsageError(f"{source.name} caches latent vectors, which are kept in 16 or 32 bits: choose "
                          "--kv-cache-dtype fp16, bf16 or fp32")
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         support.require_served(source, model_config, config)
     if model_config.delta is not None:
         _require_no_return(model_config, config)
@@ -144,23 +158,37 @@ def _plan(
     source: ModelSource, model_config: DecoderConfig, config: EngineConfig, executor: Executor, limits: DecoderLimits
 ) -> MemoryPlan:
     """The division of memory of all ranks together."""
-    size = config.tensor_parallel_size
-    groups = [RankGroup(Shard(rank, size)) for rank in range(size)]
+    groups = [RankGroup(shard, stage=stage) for shard, stage in _parts(source, model_config, config, executor)]
     activations = executor.placement.activations
     workspace = sum(limits.workspace_bytes(model_config, activations, group) for group in groups)
-    heads = [group.shard.heads(model_config.num_attention_heads, model_config.num_key_value_heads) for group in groups]
-    kept = replace(model_config, num_key_value_heads=sum(len(keys) for _, keys in heads))
+    workspace -= groups[0].shared_bytes * (len(groups) - 1)
+    workspace += StageChannel.hidden_bytes(config.pipeline_parallel_size, limits, model_config.hidden_size)
+    kv_dtype = cache_dtype(config.kv_cache_dtype, source)
     memory = plan_memory(
-        kept.cache_layout,
+        model_config.cache_layout,
         weights=weight_bytes(source, model_config.modules, executor, int8_head=_has_int8_head(source, config)),
-        workspace=workspace - groups[0].shared_bytes * (size - 1),
-        kv_dtype=cache_dtype(config.kv_cache_dtype, source),
+        workspace=workspace,
+        kv_dtype=kv_dtype,
         context=context_limit(model_config),
         config=config,
         files=file_bytes(source),
         device=executor.placement.device,
+        block_bytes=sum(
+            cache_layout(model_config, group).block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for group in groups
+        ),
     )
-    return replace(memory, process=memory.process * size)
+    return replace(memory, process=memory.process * len(groups))
+
+
+def _parts(
+    source: ModelSource, model_config: DecoderConfig, config: EngineConfig, executor: Executor
+) -> list[tuple[Shard, Stage]]:
+    """What each rank has of the model. Stages divide evenly what a step reads: the bytes of layers and head."""
+    if config.pipeline_parallel_size == 1:
+        return [(Shard(rank, config.tensor_parallel_size), Stage()) for rank in range(config.tensor_parallel_size)]
+    modules, count = model_config.modules, model_config.num_hidden_layers
+    held = held_bytes(source, modules, executor, int8_head=_has_int8_head(source, config))
+    return [(Shard(), stage) for stage in divide(layer_bytes(held, modules, count), config.pipeline_parallel_size)]
 
 
 def load_rank(
@@ -171,18 +199,21 @@ def load_rank(
     shared: SharedMemory,
     executor: Executor | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Decoder, StepChannel]:
-    """The decoder of one of several ranks, and how the first one tells the others what to run."""
-    executor = executor or _executor(source, config, group.shard)
+) -> tuple[Decoder, StepChannel | StageChannel]:
+    """The decoder of one of several ranks, and how they are told what to run."""
+    executor = executor or _executor(source, config, group.ranks.rank)
     decoder = _decoder(_held(source, executor), config, executor, limits, progress, group=group)
-    return decoder, StepChannel(shared, group, limits, len(decoder.layout.groups))
+    groups = len(decoder.layout.groups)
+    if group.stage.size > 1:
+        return decoder, StageChannel(shared, group, limits, groups, decoder.config.hidden_size)
+    return decoder, StepChannel(shared, group, limits, groups)
 
 
-def _executor(source: ModelSource, config: EngineConfig, shard: Shard) -> Executor:
-    threads, cpus = support.threads_of(config, shard.rank)
+def _executor(source: ModelSource, config: EngineConfig, rank: int) -> Executor:
+    threads, cpus = support.threads_of(config, rank)
     executor = registry.make(config.kernels, threads, activation_dtype(source, config.dtype), cpus)
-    if config.tensor_parallel_size > 1:
-        support.require_executor(executor, config.tensor_parallel_size)
+    if config.num_ranks > 1:
+        support.require_executor(executor, config)
     return executor
 
 
@@ -224,27 +255,37 @@ def _load_ranks(
     executor: Executor,
     limits: DecoderLimits,
     progress: Callable[[int, int], None] | None,
-) -> tuple[ParallelRunner, MemoryPlan, list[str]]:
-    """The first of several ranks, with the others behind it."""
-    size = config.tensor_parallel_size
+) -> tuple[ParallelRunner | PipelineRunner, MemoryPlan, list[str]]:
+    """The rank that plans and samples, with the others beside it."""
     memory = _plan(source, model_config, config, executor, limits)
     limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
+    parts = _parts(source, model_config, config, executor)
+    shard, stage = parts.pop(support.rank_of_engine(config))
     shared = SharedMemory()
-    group = RankGroup(Shard(0, size), shared)
-    processes = RankProcesses(str(source.path), config, limits, shared.fd, group.ranks.give_up)
+    group = RankGroup(shard, shared, stage)
+    in_floats = isinstance(source, GGUFFile) and source.in_floats
+    tasks = [RankTask(str(source.path), in_floats, config, limits, *part) for part in parts]
+    processes = RankProcesses(tasks, shared.fd, group.ranks.give_up)
     try:
         decoder, channel = load_rank(source, config, limits, group, shared, executor, progress)
-        runner = ParallelRunner(decoder, channel, processes)
+        runner = (
+            PipelineRunner(decoder, channel, processes)
+            if isinstance(channel, StageChannel)
+            else ParallelRunner(decoder, channel, processes)
+        )
         runner.wait()
     except BaseException:
         processes.stop()
         raise
     finally:
         shared.close()
-    threads, _ = support.threads_of(config, 0)
-    notes = [f"tensor parallel: {size} ranks, with {len(config.cpu_list) // size if config.cpu_list else threads} "
-             "threads each"]
-    return runner, memory, notes + _notes(source, decoder)
+    threads, cpus = support.threads_of(config, 0)
+    if config.pipeline_parallel_size == 1:
+        note = f"tensor parallel: {config.num_ranks} ranks"
+    else:
+        counts = [len(each.layers(model_config.num_hidden_layers)) for _, each in (*parts, (shard, stage))]
+        note = f"pipeline parallel: stages of {', '.join(map(str, counts))} layers"
+    return runner, memory, [f"{note}, with {len(cpus) if cpus else threads} threads each", *_notes(source, decoder)]
 
 
 def _notes(source: ModelSource, decoder: Decoder) -> list[str]:

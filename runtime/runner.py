@@ -121,8 +121,17 @@ class DecoderRunner:
                 state[destination] = state[source]
         steps = self._arrays.describe(plan, self._rows)
         decoder.run(*steps)
-        step = steps[0]
-        first = 0
+        self._read_out(plan, steps[0], prompt_sink)
+        sampling = plan.rows
+        self._rows = {key: row for row, key in enumerate(sampling)}
+        output = self._fetched(sampling)
+        if decoder.hidden:
+            output = replace(output, hidden=decoder.hidden)
+        return output
+
+    def _read_out(self, plan: StepPlan, step: Step, prompt_sink: PromptSink) -> None:
+        """Deliver what ``plan`` wants of the step just run, and compute its logits."""
+        decoder, first = self.decoder, 0
         for sequence in plan.sequences:
             if sequence.wants_prompt_logprobs or sequence.wants_prompt_states:
                 rows = torch.arange(first, first + len(sequence.token_ids), dtype=torch.int32)
@@ -132,25 +141,23 @@ class DecoderRunner:
                     prompt_sink(sequence.request_id, start, wanted)
                     start += len(part)
             first += len(sequence.token_ids)
-        sampling = plan.rows
-        if sampling:
+        if step.logits:
             decoder.head(step, step.logit_rows)
-        self._rows = {key: row for row, key in enumerate(sampling)}
-        if (count := len(sampling)) not in self._outputs:
-            self._outputs[count] = decoder.logits[:count], decoder.greedy[:count]
-        output = self._fetched(sampling)
-        if decoder.hidden:
-            output = replace(output, hidden=decoder.hidden)
-        return output
+
+    def _first_rows(self, count: int) -> tuple[Tensor, Tensor]:
+        """The first rows of the logits and of the greedy tokens."""
+        if count not in self._outputs:
+            self._outputs[count] = self.decoder.logits[:count], self.decoder.greedy[:count]
+        return self._outputs[count]
 
     def _sampled(self, sampling: tuple[str, ...], draws: Sequence[tuple[int, RowSampling]]) -> StepOutput:
-        logits, greedy = self._outputs[len(sampling)]
+        logits, greedy = self._first_rows(len(sampling))
         rows = there([row for row, _ in draws], torch.int64, greedy.device)
         greedy[rows] = torch.where(greedy[rows] < 0, -1, sample_rows(logits, draws).int())
         return self._fetched(sampling)
 
     def _fetched(self, sampling: tuple[str, ...]) -> StepOutput:
-        logits, greedy = self._outputs[len(sampling)]
+        logits, greedy = self._first_rows(len(sampling))
         if not greedy.is_cuda:
             return StepOutput(sampling, logits, greedy)
         fetched = torch.empty(greedy.shape, dtype=greedy.dtype, pin_memory=True)

@@ -26,6 +26,11 @@ cache. A block can be found only after a committed plan completed it, and plans 
 request's committed positions, so they never touch it. The runner's part: plans in order; within a plan
 first the copies, then the rest. Copies also bring blocks to memory and back (``BlockTiers``): the same order holds.
 
+Pipelines. Where plans run in several stages, as many are in flight. A token can then not be computed before it is
+known, so a request decodes in one plan at a time. Each plan takes its share of the running requests, by rank: who is
+left out comes next, since those before it are in flight by then. The chunks of a prompt follow each other through the
+stages.
+
 Beams. The beams of one search are ranked together and decode in the same step or not at all, so that the search sees
 all of them when it chooses. They are admitted and preempted together, so that no beam holds blocks while it waits for
 another. After a commit, ``finish`` drops a beam and ``fork`` adds one.
@@ -174,6 +179,8 @@ class Scheduler:
         """
         running = Status.RUNNING  # looking up an enumeration member takes longer than the test here
         decodes = [request for request in self._running if _can_decode(request)]
+        if self.config.num_stages > 1:
+            decodes = self._share(decodes)
         for request in decodes:
             if request.status is running and not self.blocks.is_writable(request.request_id, request.num_computed):
                 self._grow(request)
@@ -297,6 +304,7 @@ class Scheduler:
             assert len({s.request_id for s in plan.sequences}) == len(plan.sequences) == len(requests)
             plans.update(id(r) for r in requests)
             assert sum(s.num_sampled for s in plan.sequences) <= self.config.logits_limit
+            assert self.config.num_stages == 1 or all(PLACEHOLDER not in s.token_ids for s in plan.sequences)
             for sequence, request in zip(plan.sequences, requests, strict=True):
                 samples[id(request)] += sequence.num_sampled
                 drafted[id(request)] += len(sequence.draft)
@@ -469,6 +477,16 @@ class Scheduler:
             self.blocks.fork(parent.request_id, request.request_id, shared)
             return shared
         return self.blocks.open(request.request_id, self._reusable(request))
+
+    def _share(self, decodes: list[Request]) -> list[Request]:
+        """Those of ``decodes`` whose newest token is known, divided between the plans that can be made now, and no more
+        than an equal share of all that run. Beams, which follow each other in rank, stay together."""
+        known = [request for request in decodes if not request.num_in_flight]
+        stages = self.config.num_stages
+        count = min(-(-len(self._running) // stages), -(-len(known) // max(1, stages - self.num_in_flight)))
+        while count < len(known) and known[count].beams and known[count].beams is known[count - 1].beams:
+            count += 1
+        return known[:count]
 
     def _can_write(self, request: Request) -> bool:
         """Whether its next position has room in all groups."""

@@ -49,7 +49,8 @@ class EngineStats:
     """Gauges of one moment between two steps. ``prefix_queries``, ``prefix_hits`` (prompt tokens), ``num_preemptions``,
     ``num_drafts``, ``num_draft_tokens`` and ``num_accepted_tokens`` count since the start. ``kv_fragmentation``: the
     share of the allocated KV positions that hold nothing, 0 to 1. ``waiting``: for each tenant, the requests and prompt
-    tokens that wait for their first step. ``gpu``, ``offload``: None without one.
+    tokens that wait for their first step. ``gpu``, ``offload``: None without one. ``pipeline_idle``: for each stage of
+    several, the share of the time in which it waited for a step while others computed one.
     """
 
     num_running: int
@@ -67,9 +68,12 @@ class EngineStats:
     waiting: dict[str, tuple[int, int]]
     gpu: GpuUse | None = None
     offload: OffloadUse | None = None
+    pipeline_idle: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, scheduler: Scheduler, gpu: GpuUse | None = None) -> EngineStats:
+    def of(
+        cls, scheduler: Scheduler, gpu: GpuUse | None = None, pipeline_idle: tuple[float, ...] = ()
+    ) -> EngineStats:
         """The current stats; to be called by the thread that owns the scheduler."""
         blocks = scheduler.blocks
         return cls(
@@ -88,4 +92,5 @@ class EngineStats:
             waiting=scheduler.backlog.counts(),
             gpu=gpu,
             offload=OffloadUse.of(blocks.tiers) if blocks.tiers else None,
+            pipeline_idle=pipeline_idle,
         )

@@ -45,7 +45,6 @@ class NoChoice:
 
 _ONE_DEVICE = "a model runs on one GPU, or on the CPUs of one machine; start a server for each"
 NO_CHOICE: Mapping[str, NoChoice] = {
-    "pipeline_parallel_size": NoChoice((1,), _ONE_DEVICE),
     "data_parallel_size": NoChoice((1,), _ONE_DEVICE),
     "enable_expert_parallel": NoChoice((False,), _ONE_DEVICE),
     "distributed_executor_backend": NoChoice((None, "mp", "uni"), _ONE_DEVICE),

@@ -44,7 +44,7 @@ class Kernel:
     def bytes(self, out: int, inp: int) -> int:
         if self.scheme is None:
             return 2 * out * inp
-        return tile_bytes(self.scheme, self.activations, out, inp, half_scales=True)
+        return tile_bytes(self.scheme, self.activations, out, inp, narrow_scales=True)
 
     def weight(self, out: int, inp: int) -> Tensor | QuantizedWeight:
         if self.scheme is None:

@@ -13,7 +13,8 @@ from qserve.evals.planner.shape import ModelShape
 @dataclass(frozen=True)
 class Served:
     """``families`` are model types; ``tp`` and ``pp`` the most GPUs that split matrices and layers of one replica. The
-    ranks of ``--tensor-parallel-size`` are processes on CPUs, which are not planned here."""
+    ranks of ``--tensor-parallel-size`` and ``--pipeline-parallel-size`` are processes on CPUs, which are not planned
+    here."""
 
     families: tuple[str, ...]
     tp: int = 1

@@ -4,6 +4,10 @@
 #define LANES 8
 #define PARTS (QS_LANES / LANES)
 #define FLOAT_TILES 1 /* 12 accumulators, two weights and an input: 15 of 16 registers */
+#define CHAINS 2 /* of an adapter, see adapter_products.h: 8 accumulators */
+#define SHRINK_ROWS 2
+#define EXPAND_ROWS 6 /* 12 */
+#define EXPAND_TILES 1
 #define ATTEND_ROWS(X) X(6) X(4) X(3) X(2) X(1)
 
 typedef float vf __attribute__((vector_size(32)));
@@ -135,6 +139,12 @@ INLINE int32_t sum_codes(vi x)
 INLINE vf load_halves(const uint16_t *x)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x));
+}
+
+/* e4m3 without sign, a 256th of it: that is the f16 of these bits, if they are moved. */
+INLINE vf load_f8(const uint8_t *x)
+{
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)x)), 7));
 }
 
 INLINE void store_halves(uint16_t *out, vf x)

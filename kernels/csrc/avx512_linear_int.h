@@ -33,8 +33,8 @@ typedef struct {
     int64_t scales_ahead;   /* the same of the scales */
 } int_walk;
 
-/* Adds the products of four inputs, x on, to each of `count` dots: bytes, or a half of each byte. Nibbles may stand for the
- * numbers of a book, which is another one for each dot. */
+/* Adds the products of four inputs, x on, to each of `count` dots: of bytes, or of a half of each byte. Nibbles may stand
+ * for the numbers of a book, which is another one for each dot. */
 INLINE void add_four(const int_walk *at, const int8_t *x, const uint8_t *w, const __m512i *books,
                      __m512i dots[][INT_ROWS][TILES], const int half, const int count, const int MR, const int NV,
                      const int U4)
@@ -78,6 +78,8 @@ INLINE __m512i broadcast_book(const uint8_t *codebook)
 /* 16 scales or zeros. */
 INLINE __m512 scales_at(const int_walk *at, const uint8_t *scales)
 {
+    if (at->scale_dtype == QS_F8)
+        return load_f8(scales);
     return at->scale_dtype == QS_F16 ? load_halves((const uint16_t *)(const void *)scales)
                                      : load((const float *)(const void *)scales);
 }
@@ -135,7 +137,7 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
 {
     float sums[INT_ROWS * TILES * QS_LANES] __attribute__((aligned(64)));
     int64_t parts = op->k / op->act_group, groups = op->k / op->group, per_group = op->group / op->act_group;
-    int64_t scale = QS_LANES * (op->scale_dtype == QS_F16 ? 2 : 4); /* bytes of a tile's */
+    int64_t scale = QS_LANES * qs_scale_bytes(op); /* of a tile */
     int_walk at = {
         .x = acts->codes + (int64_t)row * op->k,
         .x_sums = acts->sums + row * parts,
@@ -167,6 +169,8 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
             at.zeros = at.zeros ? at.zeros + scale : NULL;
         }
     }
+    for (int i = 0; i < MR * NV && op->row_scales; i++)
+        store(sums + i * QS_LANES, load(sums + i * QS_LANES) * load(op->row_scales + (tile + i % NV) * QS_LANES));
     store_block(op, sums, row, tile, MR, NV);
 }
 

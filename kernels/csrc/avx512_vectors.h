@@ -4,6 +4,10 @@
 #define LANES 16
 #define PARTS (QS_LANES / LANES)
 #define FLOAT_TILES 4 /* 24 accumulators leave 8 registers */
+#define CHAINS 4 /* of an adapter, see adapter_products.h: 16 accumulators */
+#define SHRINK_ROWS 4
+#define EXPAND_ROWS 6 /* 24 */
+#define EXPAND_TILES 4
 #define ATTEND_ROWS(X) X(12) X(6) X(4) X(3) X(2) X(1)
 
 typedef float vf __attribute__((vector_size(64)));
@@ -123,6 +127,12 @@ INLINE int32_t sum_codes(vi x)
 INLINE vf load_halves(const uint16_t *x)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x));
+}
+
+/* e4m3 without sign, a 256th of it: that is the f16 of these bits, if they are moved. */
+INLINE vf load_f8(const uint8_t *x)
+{
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)x)), 7));
 }
 
 INLINE void store_halves(uint16_t *out, vf x)

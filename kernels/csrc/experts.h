@@ -74,9 +74,11 @@ static qs_linear of_expert(const qs_linear *op, const float *input_scales, int64
     qs_linear one = *op;
     one.weight = (const uint8_t *)op->weight + e * tiles * op->k * QS_LANES / 4 * quarters[op->dtype];
     if (op->scales)
-        one.scales = (const uint8_t *)op->scales + e * tiles * groups * QS_LANES * (op->scale_dtype == QS_F16 ? 2 : 4);
+        one.scales = (const uint8_t *)op->scales + e * tiles * groups * QS_LANES * qs_scale_bytes(op);
     if (op->zeros)
-        one.zeros = (const uint8_t *)op->zeros + e * tiles * groups * QS_LANES * (op->scale_dtype == QS_F16 ? 2 : 4);
+        one.zeros = (const uint8_t *)op->zeros + e * tiles * groups * QS_LANES * qs_scale_bytes(op);
+    if (op->row_scales)
+        one.row_scales = op->row_scales + e * tiles * QS_LANES;
     if (op->bias)
         one.bias = op->bias + e * op->n;
     if (op->permutation)

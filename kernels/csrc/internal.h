@@ -10,6 +10,12 @@
 #define BOOK 2 /* a `u4` whose codes stand for numbers of a codebook of one byte */
 #define BOOK16 3 /* of two */
 
+/* Bytes of a scale of an integer weight. */
+static inline int64_t qs_scale_bytes(const qs_linear *op)
+{
+    return op->scale_dtype == QS_F32 ? 4 : op->scale_dtype == QS_F16 ? 2 : 1;
+}
+
 /* The input of an integer product: codes [rows, k], and per act_group a scale and the sum of the codes. */
 typedef struct {
     int8_t *codes;
@@ -48,6 +54,13 @@ typedef struct {
 typedef struct {
     float sums[QS_LATENT * QS_LANES], top[QS_LANES], total[QS_LANES];
 } qs_latent_state;
+
+/* Numbers of a shrunk row: whole tiles. */
+static inline int64_t qs_shrunk_stride(const qs_lora *op)
+{
+    return (op->max_rank + QS_LANES - 1) / QS_LANES * QS_LANES;
+}
+
 static inline int64_t qs_delta_width(const qs_gated_delta *op)
 {
     return 2 * ((int64_t)op->key_heads * op->key_dim + (int64_t)op->heads * (op->value_dim + 1));
@@ -76,6 +89,11 @@ typedef struct {
                        uint8_t *unpacked);
     void (*linear_float)(const qs_linear *op, const float *x, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                          float *unpacked);
+    /* shrunk = scale * A x and out += B shrunk for `rows` neighbours with one adapter; the columns of out begin with a
+     * tile of B. Rows of `shrunk` lie qs_shrunk_stride apart. */
+    void (*shrink)(const qs_lora *op, const qs_adapter *adapter, const float *x, float *shrunk, int32_t rows);
+    void (*expand)(const qs_lora *op, const qs_adapter *adapter, const float *shrunk, float *out, int32_t rows,
+                   int32_t tile, int32_t columns);
     /* A key head of one row: the query heads that share it, its key and its value. */
     void (*rope_kv)(const qs_rope_kv *op, float *row, int32_t position, int32_t slot, int32_t kv_head);
     void (*attend)(const qs_attention *op, const qs_queries *queries, int32_t kv_head);

@@ -17,6 +17,7 @@
 #include "latent.h"
 #include "store_tiles.h"
 #include "linear_float.h"
+#include "adapter_products.h"
 
 #define ROWS 4
 #define HALVES 2 /* vectors of a tile */
@@ -106,8 +107,8 @@ INLINE void dot_u8(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t 
     }
 }
 
-/* The same where nibbles stand for numbers of two bytes, by at most two rows. Here they are less 32768, so that they are
- * signed. Inputs are widened: a vector holds the products of two pairs of inputs and four outputs. */
+/* The same where nibbles stand for numbers of two bytes, by at most two rows. 32768 is taken from the numbers, so that
+ * they are signed. Inputs are widened: a vector holds the products of two pairs of inputs and four outputs. */
 INLINE void dot_wide(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t ahead, int32_t width,
                      int32_t dots[ROWS][QS_LANES], const uint8_t *codebook, const int rows)
 {
@@ -185,6 +186,8 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .round_input = QS_NAME(round_input), \
         .linear_int = INT, \
         .linear_float = linear_float, \
+        .shrink = shrink, \
+        .expand = expand, \
         .rope_kv = rope_kv, \
         .attend = attend, \
         .latent_kv = QS_NAME(latent_kv), \

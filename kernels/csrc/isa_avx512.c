@@ -19,6 +19,7 @@
 #include "latent.h"
 #include "store_tiles.h"
 #include "linear_float.h"
+#include "adapter_products.h"
 #include "avx512_linear_int.h"
 
 const qs_kernels qs_kernels_avx512 = {
@@ -33,6 +34,8 @@ const qs_kernels qs_kernels_avx512 = {
     .round_input = QS_NAME(round_input),
     .linear_int = linear_int,
     .linear_float = linear_float,
+    .shrink = shrink,
+    .expand = expand,
     .rope_kv = rope_kv,
     .attend = attend,
     .latent_kv = QS_NAME(latent_kv),

@@ -40,6 +40,7 @@ int32_t qs_has_dot_products(void)
 #include "latent.h"
 #include "store_tiles.h"
 #include "linear_float.h"
+#include "adapter_products.h"
 
 #define ROWS 4 /* rows of a block: 16 accumulators leave 16 registers for codes and inputs */
 
@@ -126,6 +127,8 @@ const qs_kernels qs_kernels_neon = {
     .round_input = QS_NAME(round_input),
     .linear_int = linear_int,
     .linear_float = linear_float,
+    .shrink = shrink,
+    .expand = expand,
     .rope_kv = rope_kv,
     .attend = attend,
     .latent_kv = QS_NAME(latent_kv),

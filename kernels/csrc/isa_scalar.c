@@ -54,7 +54,13 @@ INLINE vf load_floats(const void *values, int64_t at, const int dtype)
     return qs_scalar_kv_value(values, at, dtype);
 }
 
+#define CHAINS 1
+#define SHRINK_ROWS 1
+#define EXPAND_ROWS 1
+#define EXPAND_TILES 1
+
 #include "latent.h"
+#include "adapter_products.h"
 
 const qs_kernels qs_kernels_scalar = {
     .rmsnorm = qs_scalar_rmsnorm,
@@ -68,6 +74,8 @@ const qs_kernels qs_kernels_scalar = {
     .round_input = qs_scalar_round_input,
     .linear_int = qs_scalar_linear_int,
     .linear_float = qs_scalar_linear_float,
+    .shrink = shrink,
+    .expand = expand,
     .rope_kv = qs_scalar_rope_kv,
     .attend = qs_scalar_attend,
     .latent_kv = qs_scalar_latent_kv,

@@ -17,6 +17,8 @@ typedef struct {
 /* PARTS-th vectors of `scales` or zeros. */
 INLINE vf scale_part(const int_walk *at, const uint8_t *scales, int part)
 {
+    if (at->scale_dtype == QS_F8)
+        return load_f8(scales + LANES * part);
     if (at->scale_dtype == QS_F16)
         return load_halves((const uint16_t *)(const void *)scales + LANES * part);
     return load((const float *)(const void *)scales + LANES * part);
@@ -38,8 +40,8 @@ INLINE void add_scaled(const int_walk *at, vf *products, float sums[ROWS][QS_LAN
     }
 }
 
-/* Adds one activation group of `rows` rows by one tile to `sums`. The dot starts at -zero * sum(codes), so that a constant
- * zero point costs nothing. */
+/* Adds one activation group of `rows` rows by one tile to `sums`. The dot starts at -zero * sum(codes), so that a
+ * constant zero point costs nothing. */
 INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sums[ROWS][QS_LANES], const int rows,
                       const int u4);
 
@@ -47,7 +49,7 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
                       const int u4)
 {
     int32_t groups = op->k / op->act_group, per_scale = op->group / op->act_group;
-    int64_t scale = op->scale_dtype == QS_F16 ? 2 : 4, scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES * scale;
+    int64_t scale = qs_scale_bytes(op), scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES * scale;
     float sums[ROWS][QS_LANES] __attribute__((aligned(64)));
     int_walk at = {
         .x = acts->codes + (int64_t)row * op->k,
@@ -74,8 +76,11 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
             at.zeros = at.zeros ? at.zeros + QS_LANES * scale : NULL;
         }
     }
-    for (int m = 0; m < rows; m++)
+    for (int m = 0; m < rows; m++) {
+        for (int i = 0; i < QS_LANES && op->row_scales; i += LANES)
+            store(sums[m] + i, load(sums[m] + i) * load(op->row_scales + tile * QS_LANES + i));
         store_tiles(op, sums[m], row + m, tile, 1);
+    }
 }
 
 INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int64_t ahead,

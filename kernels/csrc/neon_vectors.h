@@ -4,6 +4,10 @@
 #define LANES 4
 #define PARTS (QS_LANES / LANES)
 #define FLOAT_TILES 1 /* 24 accumulators, four weights and an input: 29 of 32 registers */
+#define CHAINS 2 /* of an adapter, see adapter_products.h: 16 accumulators */
+#define SHRINK_ROWS 2
+#define EXPAND_ROWS 4 /* 16 */
+#define EXPAND_TILES 1
 #define ATTEND_ROWS(X) X(6) X(4) X(3) X(2) X(1)
 
 typedef float32x4_t vf;
@@ -130,6 +134,15 @@ INLINE int32_t sum_codes(vi x)
 INLINE vf load_halves(const uint16_t *x)
 {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(x)));
+}
+
+/* e4m3 without sign, a 256th of it: that is the f16 of these bits, if they are moved. */
+INLINE vf load_f8(const uint8_t *x)
+{
+    uint32_t four;
+    memcpy(&four, x, sizeof four);
+    uint16x4_t bits = vget_low_u16(vshll_n_u8(vreinterpret_u8_u32(vdup_n_u32(four)), 7));
+    return vcvt_f32_f16(vreinterpret_f16_u16(bits));
 }
 
 INLINE void store_halves(uint16_t *out, vf x)

@@ -337,6 +337,8 @@ static inline void QS_NAME(store_tile)(const qs_linear *op, const float *sums, i
 /* One of `scales` or zeros. */
 static inline float QS_NAME(scale)(const qs_linear *op, const void *scales, int64_t at)
 {
+    if (op->scale_dtype == QS_F8)
+        return qs_half_to_float((uint16_t)(((const uint8_t *)scales)[at] << 7));
     return op->scale_dtype == QS_F16 ? qs_half_to_float(((const uint16_t *)scales)[at]) : ((const float *)scales)[at];
 }
 
@@ -381,6 +383,8 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
                     sums[i] += product * QS_NAME(scale)(op, op->scales, scale_at + i) * acts->scales[at];
                 }
             }
+            for (int i = 0; i < QS_LANES && op->row_scales; i++)
+                sums[i] *= op->row_scales[t * QS_LANES + i];
             QS_NAME(store_tile)(op, sums, row, t);
         }
     }

@@ -195,8 +195,21 @@ static int32_t row_pieces(int32_t rows)
     return (rows + ROW_PIECE - 1) / ROW_PIECE;
 }
 
+#include "lora.h"
+
+/* The rows row .. end - 1 of `rows` as the product and its adapters read them. */
+static void prepare_rows(const struct job *job, const qs_linear *op, const qs_lora *lora, uint8_t *memory, float *normed,
+                         float *shrunk, int32_t rows, int32_t row, int32_t end)
+{
+    if (lora)
+        shrink_rows(job, lora, shrunk, rows, row, end);
+    for (int64_t r = row; r < end && is_prepared(op); r++)
+        prepare_row(job, op, op->x + r * op->x_width, memory, normed, rows, r);
+}
+
+/* `lora`: the adapters that are computed with it, or NULL. */
 static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, struct phase *phase, const qs_linear *op,
-                       int32_t rows)
+                       const qs_lora *lora, int32_t rows)
 {
     int32_t tiles = (op->n + QS_LANES - 1) / QS_LANES, columns = (tiles + TILES - 1) / TILES, mine = 0;
     int32_t most = (rows + PART - 1) / PART, parts = (SHARE * pool->threads + columns - 1) / columns;
@@ -206,20 +219,22 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
     const struct layout *layout = &job->layout;
     uint8_t *own = job->scratch + thread_bytes(layout) * thread, *unpacked = own + layout->row + layout->normed;
     uint8_t *memory = rows == 1 ? own : job->scratch + thread_bytes(layout) * pool->threads;
-    float *normed = (float *)(own + layout->row);
-    if (is_prepared(op) && rows == 1) {
+    float *normed = (float *)(own + layout->row), *shrunk = (float *)(memory + input_bytes(op, rows));
+    if ((is_prepared(op) || lora) && rows == 1) {
         /* Every thread prepares the row for itself, which is cheaper than waiting. If the others have gone on and the
          * row has changed, no piece is left for this thread. */
         if (atomic_load_explicit(&phase[1].next, memory_order_relaxed) < pieces)
-            prepare_row(job, op, op->x, memory, normed, 1, 0);
-    } else if (is_prepared(op)) {
-        for (int32_t ticket, pieces = row_pieces(rows); (ticket = take(phase)) < pieces; mine++) {
-            int32_t piece = spread(ticket, pieces, pool->threads);
-            for (int64_t r = piece * ROW_PIECE; r < rows && r < (piece + 1) * ROW_PIECE; r++)
-                prepare_row(job, op, op->x + r * op->x_width, memory, normed, rows, r);
+            prepare_rows(job, op, lora, memory, normed, shrunk, 1, 0, 1);
+    } else if (is_prepared(op) || lora) {
+        int32_t each = lora && rows < ROW_PIECE * pool->threads ? (rows + pool->threads - 1) / pool->threads : ROW_PIECE;
+        int32_t parts = (rows + each - 1) / each;
+        for (int32_t ticket; (ticket = take(phase)) < parts; mine++) {
+            int32_t row = spread(ticket, parts, pool->threads) * each;
+            prepare_rows(job, op, lora, memory, normed, shrunk, rows, row, rows - row < each ? rows : row + each);
         }
-        settle(pool, phase, row_pieces(rows), mine);
+        settle(pool, phase, parts, mine);
     }
+    struct strip strip = {-1, -1, 0, 0};
     mine = 0;
     for (int32_t ticket; (ticket = take(phase + 1)) < pieces; mine++) {
         int32_t piece = spread(ticket, pieces, pool->threads);
@@ -231,13 +246,16 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
         } else
             job->kernels->linear_float(op, is_prepared(op) ? (const float *)memory : op->x, row, end, tile,
                                        some, (float *)unpacked);
+        if (lora)
+            expand_later(job, lora, &strip, shrunk, rows, row, end, tile * QS_LANES, (tile + some) * QS_LANES);
     }
+    if (lora)
+        expand_strip(job, lora, &strip, shrunk, rows);
     settle(pool, phase + 1, pieces, mine);
 }
 
 #include "ranks.h"
 #include "experts.h"
-#include "lora.h"
 #include "paged_attention.h"
 #include "latent_attention.h"
 #include "sequences.h"
@@ -265,7 +283,9 @@ static struct layout plan_scratch(const qs_op *ops, int32_t count, int32_t rows)
             layout.row = larger(layout.row, route_bytes(&op->route));
         if (op->kind == QS_LINEAR) {
             add_product(&layout, &op->linear);
-            layout.shared = larger(layout.shared, input_bytes(&op->linear, rows));
+            const qs_lora *lora = joined_lora(ops, count, i);
+            layout.row = larger(layout.row, input_bytes(&op->linear, 1) + (lora ? lora_bytes(lora, 1) : 0));
+            layout.shared = larger(layout.shared, input_bytes(&op->linear, rows) + (lora ? lora_bytes(lora, rows) : 0));
         }
         if (op->kind == QS_EXPERTS) {
             add_product(&layout, &op->experts.gate_up);
@@ -423,11 +443,14 @@ static void run_job(qs_pool *pool, int32_t thread)
         if (rows == 0 || is_joined(job, i))
             continue;
         if (op->kind == QS_LINEAR)
-            run_linear(job, pool, thread, phase, &op->linear, rows);
+            run_linear(job, pool, thread, phase, &op->linear,
+                       job->step->adapters ? joined_lora(job->ops, job->count, i) : NULL, rows);
         else if (op->kind == QS_EXPERTS)
             run_experts(job, pool, thread, phase, &op->experts, rows);
-        else if (op->kind == QS_LORA)
-            run_lora(job, pool, phase, &op->lora, rows);
+        else if (op->kind == QS_LORA) {
+            if (!i || !joined_lora(job->ops, job->count, i - 1))
+                run_lora(job, pool, phase, &op->lora, rows);
+        }
         else if (op->kind == QS_HEAD_LINEAR)
             run_head_linear(job, pool, phase, &op->head_linear, rows);
         else if (op->kind == QS_LATENT_ATTENTION)

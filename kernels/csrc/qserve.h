@@ -102,11 +102,11 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i
  *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
  *   f8            [tile][k][16]                     none of them NaN
- * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32; those of u8 and u4 may be f16, as
- * scale_dtype says. u8 and u4: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are,
- * or 0 where NULL. codebook (u8 [codebook_bytes][16], NULL for none; u4 only): the code stands for one of these
- * numbers, of one byte and at most 31, or of two, the low bytes first. f8: W = e4m3 * scale, and the last group may be
- * short.
+ * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32. Those of u8 and u4 are of
+ * scale_dtype, f32, f16 or f8 (a 256th of e4m3, without sign), and count times row_scales f32 [tile][16] (NULL for 1).
+ * u8 and u4: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are in f32 or f16, or
+ * 0 where NULL. codebook (u8 [codebook_bytes][16], NULL for none; u4 only): the code stands for one of these numbers, of
+ * one byte and at most 31, or of two, the low bytes first. f8: W = e4m3 * scale, and the last group may be short.
  *
  * The input is rounded as act_dtype says; `act_span` inputs of a row (the last span may be short) share a scale:
  *   f32  not at all: the product is one of floats. For float and f8 weights.
@@ -135,7 +135,7 @@ typedef struct {
     const float *x;
     float *out;
     const void *weight, *scales, *zeros;
-    const float *bias, *norm, *norm_bias;
+    const float *row_scales, *bias, *norm, *norm_bias;
     const int32_t *permutation;
     const uint8_t *codebook;
     int32_t k, n, x_width, x_stride, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero,
@@ -270,9 +270,9 @@ typedef struct {
 } qs_adapter;
 
 /* out[r, first + i] += scale * sum_j B[i, j] sum_k A[j, k] x[r, k], in f32, for each token r of the step with an adapter
- * (qs_step.adapters) and each of `parts` linears, whose outputs are columns [part][2] = (first, n) of out. Each sum has
- * the order of qs_linear. x [rows, width]; row r of out starts at out + r * out_stride. adapters [slot][part]; ranks are
- * at most max_rank. */
+ * (qs_step.adapters) and each of `parts` linears, whose outputs are columns [part][2] = (first, n) of out. No sum
+ * depends on other rows. x [rows, width]; row r of out starts at out + r * out_stride. adapters [slot][part]; ranks are
+ * at most max_rank. Right behind the product that writes all of out, it is computed with it. */
 typedef struct {
     const float *x;
     float *out;
@@ -355,8 +355,8 @@ typedef struct {
  * u8 with `k` inputs, of which order i32 [k] (NULL for all in turn) names the code, -1 for a code of 0.
  *
  * The words of output r are strides[r] words apart, the first at words[r], little-endian.
- *   nibbles NULL  the codes of an output follow each other, the first in the lowest bits; at 3 and 6 bits some cross the
- *                 end of a word
+ *   nibbles NULL  the codes of an output follow each other, the first in the lowest bits; at 3, 5 and 6 bits some cross
+ *                 the end of a word
  *   else          u8 [outputs], 4 bits alone: a word holds the codes of eight outputs for one input, that of output r in
  *                 its nibble nibbles[r]
  * Rows behind the last output are 0. */
@@ -519,7 +519,13 @@ int64_t qs_scratch_bytes(const qs_op *ops, int32_t count, int32_t max_rows, int3
  * where another rank has ended: then nothing that the program wrote counts. */
 int32_t qs_run(const qs_op *ops, int32_t count, const qs_step *step, qs_pool *pool, void *scratch, int32_t isa);
 
-/* Returns 0 when all ranks have called it, or -3 where one has ended. It spins briefly and then sleeps. */
+/* Counts one more arrival of this rank, and returns how many those are. What it wrote before is seen by who waits. */
+int32_t qs_arrive(const qs_ranks *ranks);
+
+/* Returns 0 when `rank` has arrived `turn` times, or -3 where a rank has ended. It spins briefly and then sleeps. */
+int32_t qs_await(const qs_ranks *ranks, int32_t rank, int32_t turn);
+
+/* Arrives, and waits until all ranks have done so as often. Returns as qs_await does. */
 int32_t qs_meet(const qs_ranks *ranks);
 
 /* For comparison: products of bytes on one thread, in registers alone. Returns how many, or 0 where this ISA has no

@@ -29,18 +29,29 @@ static int has_come(atomic_int *words, int32_t turn, atomic_int *ended)
     return here;
 }
 
-int32_t qs_meet(const qs_ranks *ranks)
+int32_t qs_arrive(const qs_ranks *ranks)
 {
-    atomic_int *lines = (atomic_int *)ranks->counters, *mine = lines + RANK_LINE * ranks->rank;
-    atomic_int *ended = lines + RANK_LINE * ranks->size;
+    atomic_int *mine = (atomic_int *)ranks->counters + RANK_LINE * ranks->rank;
     int32_t turn = (int32_t)((uint32_t)atomic_load_explicit(mine, memory_order_relaxed) + 1u);
     atomic_store(mine, turn);
 #ifdef __linux__
     if (atomic_load(mine + 1))
         syscall(SYS_futex, mine, FUTEX_WAKE, 1 << 30, NULL, NULL, 0);
 #endif
+    return turn;
+}
+
+int32_t qs_await(const qs_ranks *ranks, int32_t rank, int32_t turn)
+{
+    atomic_int *lines = (atomic_int *)ranks->counters;
+    return has_come(lines + RANK_LINE * rank, turn, lines + RANK_LINE * ranks->size) ? 0 : -3;
+}
+
+int32_t qs_meet(const qs_ranks *ranks)
+{
+    int32_t turn = qs_arrive(ranks);
     for (int32_t i = 0; i < ranks->size; i++)
-        if (i != ranks->rank && !has_come(lines + RANK_LINE * i, turn, ended))
+        if (i != ranks->rank && qs_await(ranks, i, turn))
             return -3;
     return 0;
 }

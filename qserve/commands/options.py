@@ -114,6 +114,15 @@ TensorParallelSize = Annotated[
         "stay the same.",
     ),
 ]
+PipelineParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--pipeline-parallel-size",
+        "-pp",
+        help="Processes that share the model on the CPUs of this machine, each with some of its layers and a step of "
+        "its own. Answers stay the same.",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(help="Threads of the CPU kernels, for each process that shares the model. [default: all cores]"),

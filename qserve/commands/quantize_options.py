@@ -19,13 +19,13 @@ Scheme = Annotated[
     ),
 ]
 Bits = Annotated[
-    int, typer.Option(help="Bits per weight: 2, 3, 4, 6 or 8. Fewer are smaller and, below 4, clearly worse.")
+    int, typer.Option(help="Bits per weight: 2, 3, 4, 5, 6 or 8. Fewer are smaller and, below 4, clearly worse.")
 ]
 GroupSize = Annotated[
     int,
     typer.Option(
         help="Inputs that share a scale, -1 for all: smaller groups are closer to the model and larger on disk (a "
-        "scale takes 16 bits)."
+        "scale takes 16 bits). Of --embeddings and --head at most 64 share one."
     ),
 ]
 Symmetric = Annotated[
@@ -63,14 +63,14 @@ ActOrder = Annotated[
 HeadBits = Annotated[
     int,
     typer.Option(
-        help="Bits of the output head, the largest layer of small models: 8, 6 or 4; 0 keeps it in 16. A head that "
+        help="Bits of the output head, the largest layer of small models: 8, 6, 5 or 4; 0 keeps it in 16. A head that "
         "is the embedding (tied) becomes a layer of its own."
     ),
 ]
 EmbeddingBits = Annotated[
     int,
     typer.Option(
-        help="Bits of the embedding: 8, or 6 for smaller files (in memory a code takes a byte in both); 0 keeps it "
+        help="Bits of the embedding: 8, or 6 or 5 for smaller files (in memory a code takes a byte in all); 0 keeps it "
         "in 16. A head that is the embedding (tied) has them too, unless --head gives it its own."
     ),
 ]

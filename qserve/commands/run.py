@@ -30,6 +30,7 @@ from qserve.commands.options import (
     MaxModelLen,
     MaxNumBatchedTokens,
     MaxNumSeqs,
+    PipelineParallelSize,
     Port,
     SpeculativeConfigJson,
     TensorParallelSize,
@@ -185,6 +186,7 @@ def run(
         ),
     ] = ENGINE.autotune,
     tensor_parallel_size: TensorParallelSize = ENGINE.tensor_parallel_size,
+    pipeline_parallel_size: PipelineParallelSize = ENGINE.pipeline_parallel_size,
     threads: Threads = None,
     cpu_list: CpuList = None,
     lora: Annotated[
@@ -277,6 +279,7 @@ def run(
         backend=backend,
         kernels=kernels,
         tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
         threads=threads,
         cpu_list=values.cpu_list(cpu_list),
         head=head,

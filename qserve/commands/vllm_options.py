@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from qserve.checkpoint.errors import UsageError
 from qserve.runtime.vllm_arguments import NO_CHOICE
 
-_SHORT = {"-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
+_SHORT = {"-dp": "data_parallel_size"}
 
 
 class RunCommand(TyperCommand):

@@ -78,7 +78,7 @@ def candidates(
             sizes = [WeightScheme(bits, size, symmetric) for size in _GROUP_SIZES]
             fit = [scheme for scheme in sizes if _fits(scheme, own, format, loaders)]
             # With many codes, small groups cost more than they save. With few, one scale is too little for an input.
-            fitting += fit[-2:] if bits > 4 else [scheme for scheme in fit if bits == 4 or scheme.group_size != -1]
+            fitting += fit[-2:] if bits > 5 else [scheme for scheme in fit if bits > 3 or scheme.group_size != -1]
         if fitting:
             result[unit] = tuple(fitting)
     return result

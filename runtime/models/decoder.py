@@ -15,7 +15,7 @@ from qserve.checkpoint.source import ModelSource
 from qserve.kernels import registry
 from qserve.kernels.executor import Executor, Placement, Program, Step
 from qserve.kernels.ops import BLOCK_SIZE, Cast, LogSoftmax
-from qserve.runtime.cache import CacheSpec
+from qserve.runtime.cache import CacheLayout, CacheSpec
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.layers import Buffers, LayerBuilder
 from qserve.runtime.models.lora_layers import LoraLayers
@@ -56,8 +56,11 @@ class Decoder:
     hidden_size], the residual stream of the step just run as it was before that layer; behind the last one for the
     number of layers. A residual multiplier is left out of it (``LayerBuilder``).
 
-    ``group``: of the ranks that share the model, if there are several. Then this one has a shard of the weights, ``kv``
-    its own key heads, and ``greedy`` is that of the first rank. All must run the same steps and heads.
+    ``group``: of the ranks that share the model, if there are several. With a shard of the weights, ``kv`` has its own
+    key heads, and ``greedy`` is that of the first rank; all must run the same steps and heads. With a stage, ``kv`` has
+    its own layers. ``x`` float32 [max_tokens, hidden_size] is the residual stream: behind the last of those layers once
+    a step was run, and where another stage is before this one, its output is put there first. Only the last stage has a
+    head, and the norm before it.
 
     ``kv_dtype``: float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
 
@@ -83,10 +86,10 @@ class Decoder:
     ) -> None:
         self.config = config
         group = group or RankGroup()
-        self._kv_heads = len(group.shard.heads(config.num_attention_heads, config.num_key_value_heads)[1])
         self.limits = limits
-        self.layout = config.cache_layout
-        layers, tokens, rows = config.num_hidden_layers, limits.max_tokens, limits.max_logits
+        self.layout = cache_layout(config, group)
+        stage = group.stage
+        layers, tokens, rows = stage.layers(config.num_hidden_layers), limits.max_tokens, limits.max_logits
         self.executor, self.placement = executor, executor.placement
         self._kv_dtype = kv_dtype
         self._pages: list[tuple[Tensor, ...]] = []
@@ -101,20 +104,20 @@ class Decoder:
             config, self.placement, tokens=tokens, rows=rows, positions=limits.max_positions, group=group,
             hidden_layers=len(limits.hidden_layers),
         )  # fmt: skip
-        self.logits, self.greedy, self.states = buffers.logits, buffers.greedy, buffers.states
+        self.x, self.logits, self.greedy, self.states = buffers.x, buffers.logits, buffers.greedy, buffers.states
         self.hidden = buffers.hidden
         outputs = {layer: Cast(buffers.x, out) for layer, out in zip(limits.hidden_layers, self.hidden)}
         builder = LayerBuilder(config, Weights(source), buffers, kv_dtype, lora, group)
 
         self._body: list[tuple[int, Program]] = []  # consecutive layers of one group, which see the same step
-        embed = builder.embed()
+        embed = builder.embed() if stage.is_first else []
         self.fallbacks = registry.fallbacks(executor, embed)
         # Before the layers: a large head needs several times its size while it is laid out.
-        self._head, head = executor.program(rows), builder.head(int8=int8_head)
+        self._head, head = executor.program(rows), builder.head(int8=int8_head) if stage.is_last else []
         self._head.add(head)
         head_fallbacks = registry.fallbacks(executor, head)
         del head
-        for i in range(layers):
+        for i in layers:
             if i in kept:
                 here = self._body[-1][0] if self._body else 0  # any step does: it has no blocks
             else:
@@ -131,12 +134,12 @@ class Decoder:
             self.fallbacks += registry.fallbacks(executor, ops)
             del ops  # what was read of this layer is gone before the next one is read
             if progress:
-                progress(i + 1, layers)
-        if layers in outputs:
-            program.add([outputs[layers]])
+                progress(i - layers.start + 1, len(layers))
+        if layers.stop in outputs:
+            program.add([outputs[layers.stop]])
         self.fallbacks += head_fallbacks
         self._final_norm = executor.program(rows)
-        self._final_norm.add(builder.final_norm())
+        self._final_norm.add(builder.final_norm() if stage.is_last else [])
         self._log_softmax = executor.program(rows)
         self._log_softmax.add([LogSoftmax(self.logits)])
 
@@ -159,26 +162,38 @@ class Decoder:
         """Turn the logits just computed into log-probabilities, in place."""
         self._log_softmax.run(replace(step, logit_rows=rows))
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of the cache, in order: ``(source, destination)``."""
+        for source, destination in copies:
+            self.kv[:, :, destination].copy_(self.kv[:, :, source])
+
     def resize_cache(self, num_blocks: int) -> None:
         """Make a cache of ``num_blocks`` with undefined content. After the load only an executor that asks for the
         cache's address in every run sees it: that of a GPU."""
         spec, device = self.layout.groups[0].spec, self.placement.device
-        width = self._kv_heads * spec.head_dim * BLOCK_SIZE
+        width = spec.kv_heads * spec.head_dim * BLOCK_SIZE
         shape = self.layout.places, 1 if spec.latent else 2, num_blocks, width
         self.kv = torch.empty(shape, dtype=self._kv_dtype, device=device)
-        views = [pages_of(place, spec, self._kv_heads, self.placement) for place in self.kv]
+        views = [pages_of(place, spec, self.placement) for place in self.kv]
         for old, new in zip(self._pages, views):
             for tensor, other in zip(old, new):
                 tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
         self._pages = self._pages or views
 
 
-def pages_of(place: Tensor, spec: CacheSpec, kv_heads: int, placement: Placement) -> tuple[Tensor, ...]:
+def cache_layout(config: DecoderConfig, group: RankGroup) -> CacheLayout:
+    """What a rank keeps of past tokens: the key heads of its shard, in the layers of its stage."""
+    _, keys = group.shard.heads(config.num_attention_heads, config.num_key_value_heads)
+    own = replace(config, num_key_value_heads=len(keys))
+    return own.cache_layout.part(group.stage.layers(config.num_hidden_layers))
+
+
+def pages_of(place: Tensor, spec: CacheSpec, placement: Placement) -> tuple[Tensor, ...]:
     """The keys and values of a layer's place [2, blocks, …], or its latents [1, blocks, …], in the shapes that the
     operations see."""
     if spec.latent:
         return (place[0].view(-1, BLOCK_SIZE, spec.head_dim),)
-    shape = (-1, kv_heads, BLOCK_SIZE, spec.head_dim)
+    shape = (-1, spec.kv_heads, BLOCK_SIZE, spec.head_dim)
     if placement.keys_by_token:
         return place[0].view(shape).transpose(2, 3), place[1].view(shape)
     return place[0].view(shape[0], shape[1], shape[3], shape[2]), place[1].view(shape)
@@ -194,7 +209,7 @@ def missing_kernels(
     layout = config.cache_layout
     spec = layout.groups[0].spec
     layer = torch.empty(2, 1, spec.kv_heads * spec.head_dim * BLOCK_SIZE, dtype=kv_dtype, device=placement.device)
-    pages_of_layer = pages_of(layer, spec, spec.kv_heads, placement)
+    pages_of_layer = pages_of(layer, spec, placement)
     found = registry.fallbacks(executor, builder.embed())
     for i in range(config.num_hidden_layers):
         kept: Sequence[Tensor] = pages_of_layer

@@ -101,7 +101,7 @@ class Eagle3Decoder:
             norm(f"{first}.hidden_norm", self.features, joined[:, width:]),
         ])  # fmt: skip
         for i, place in enumerate(kv):
-            pages = pages_of(place, spec, spec.kv_heads, executor.placement)
+            pages = pages_of(place, spec, executor.placement)
             self._body.add(builder.layer(i, pages, None if i else joined))
         self._head = executor.program(rows)
         self._head.add(builder.head(int8=int8))

@@ -103,6 +103,7 @@ class Buffers:
         group = group or RankGroup()
         queries, keys = group.shard.heads(config.num_attention_heads, config.num_key_value_heads)
         own_inner = len(group.shard.part(inner))
+        rows = rows if group.stage.is_last else 0
 
         def activations(count: int, width: int) -> Tensor:
             return torch.empty(count, width, dtype=dtype, device=device)
@@ -179,12 +180,8 @@ class LayerBuilder:
 
     def embed(self) -> list[Op]:
         config, buffers = self._config, self._buffers
-        rows = part_of(config.vocab_size, self._vocab)
-        self._table, _ = self._weights.linear(
-            config.modules.embedding, config.vocab_size, config.hidden_size, rows=rows
-        )
         scale = config.multipliers.embedding / config.multipliers.residual
-        ops: list[Op] = [Embed(self._table, buffers.x, buffers.greedy, scale, self._vocab.start)]
+        ops: list[Op] = [Embed(self._embedding(), buffers.x, buffers.greedy, scale, self._vocab.start)]
         ops += self._group.gather(buffers.x)
         if (positions := config.modules.positions) is not None:
             if self._group.is_first:
@@ -216,18 +213,19 @@ class LayerBuilder:
         return self._last_norm(1.0)
 
     def head(self, *, int8: bool) -> list[Op]:
-        """Logits and greedy tokens; call it after ``embed``. ``int8`` rounds a dense output layer. A classifier has no
-        output layer, so nothing computes them."""
+        """Logits and greedy tokens. ``int8`` rounds a dense output layer. A classifier has no output layer, so nothing
+        computes them."""
         if is_classifier(self._weights.source.config):
             return []
         config, buffers = self._config, self._buffers
         multiplier = config.multipliers.logits
-        weight, bias = self._table, None
+        bias = None
         output = config.modules.head
         if self._weights.is_quantized(output) or not config.tie_word_embeddings:
             rows = part_of(config.vocab_size, self._vocab)
             weight, bias = self._weights.linear(output, config.vocab_size, config.hidden_size, rows=rows)
-        assert weight is not None
+        else:
+            weight = self._embedding()
         if int8 and isinstance(weight, Tensor):
             weight = round_to_int8(weight)
         if bias is not None and multiplier != 1.0:
@@ -242,6 +240,16 @@ class LayerBuilder:
             ops += [SoftCap(buffers.logits, cap)] if cap else []
             ops.append(Argmax(buffers.logits, buffers.greedy))
         return ops
+
+    def _embedding(self) -> Weight:
+        """The rows of the embedding that this rank has, read once for a tied head."""
+        config = self._config
+        if self._table is None:
+            rows = part_of(config.vocab_size, self._vocab)
+            self._table, _ = self._weights.linear(
+                config.modules.embedding, config.vocab_size, config.hidden_size, rows=rows
+            )
+        return self._table
 
     def _last_norm(self, multiplier: float) -> list[Op]:
         buffers, module = self._buffers, self._config.modules.norm

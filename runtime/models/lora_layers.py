@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from qserve.checkpoint.lora import LoraAdapter
-from qserve.kernels.lora_slots import LoraSlots, LoraTiles
+from qserve.kernels.lora_slots import LoraSlots, LoraTiles, Matrices, side_by_side
 from qserve.kernels.ops import Lora
 from qserve.runtime.models.row_order import Orders
 
@@ -27,7 +27,7 @@ class LaidOut:
     """An adapter, with its matrices for each product of a decoder."""
 
     sha256: str
-    matrices: tuple[tuple[LoraTiles | None, ...], ...]
+    matrices: tuple[Matrices, ...]
 
     @property
     def nbytes(self) -> int:
@@ -57,13 +57,13 @@ class LoraLayers:
 
     def lay_out(self, adapter: LoraAdapter) -> LaidOut:
         """``adapter``, which was read with ``shapes``. Any thread may call it while steps run."""
-        return LaidOut(adapter.sha256, tuple(
+        return LaidOut(adapter.sha256, side_by_side([
             tuple(
                 LoraTiles.of(adapter.modules[module], order) if module in adapter.modules else None
                 for module, order in zip(product.modules, product.orders)
             )
             for product in self._products
-        ))  # fmt: skip
+        ]))  # fmt: skip
 
     def put(self, slot: int, adapter: LaidOut) -> None:
         """Fill a slot, between two steps."""

@@ -93,7 +93,7 @@ def routed(
         Experts(
             x, read.gate_up, read.down, buffers.experts, buffers.weights, buffers.gate_up, buffers.activated,
             buffers.parts, out, accumulate=True, function=config.function, gate_up_bias=read.gate_up_bias,
-            down_bias=read.down_bias, ranks=group.ranks, total=config.count, first=own.start,
+            down_bias=read.down_bias, ranks=group.sharing, total=config.count, first=own.start,
         ),
     ]  # fmt: skip
 

@@ -1,6 +1,12 @@
-"""One model on several ranks (tensor parallelism): processes of one machine, each with a shard of the weights.
+"""One model on several ranks: processes of one machine, each with a part of the weights.
 
-``Shard`` says which part of a model a rank has, and ``RankGroup`` what the ranks share. Every rank runs a ``Decoder``
-of its shard. The first one also plans and samples: a ``ParallelRunner`` publishes each step to the others
-(``StepChannel``), which run ``rank_process``.
+``RankGroup`` says what the ranks share. Every rank runs a ``Decoder`` of its part, one of them in the process of the
+engine, the others in a ``rank_process``.
+
+Tensor parallelism: a rank has a ``Shard`` of each layer, and all compute the same step together. The first one plans
+and samples; a ``ParallelRunner`` publishes each step to the others (``StepChannel``).
+
+Pipeline parallelism: a rank has a ``Stage``, some of the layers, and each computes another step. The last one plans and
+samples; a ``PipelineRunner`` publishes steps to the first stage, and they travel from stage to stage
+(``StageChannel``).
 """

@@ -12,6 +12,7 @@ from torch import Tensor
 from qserve.kernels.ops import AllGather, Op, Rows
 from qserve.kernels.ranks import ALONE, Ranks
 from qserve.runtime.parallel.shard import Shard
+from qserve.runtime.parallel.stage import Stage
 
 _ROOM = 1 << 40  # that a file in memory may grow to; what nothing touches takes none
 
@@ -42,16 +43,25 @@ class SharedMemory:
 
 
 class RankGroup:
-    """A ``shard`` among those of the others; by default the whole model. ``memory`` is shared by all ranks; without it
-    nothing can be exchanged, but sizes are the same. ``shared_bytes``: what was taken of it by ``empty``."""
+    """A ``shard`` of every layer, or a ``stage`` of the layers, among those of the others; by default the whole model.
+    ``memory`` is shared by all ranks; without it nothing can be exchanged, but sizes are the same. ``shared_bytes``:
+    what was taken of it by ``empty``."""
 
-    def __init__(self, shard: Shard | None = None, memory: SharedMemory | None = None) -> None:
-        self.shard = shard = shard or Shard()
+    def __init__(
+        self, shard: Shard | None = None, memory: SharedMemory | None = None, stage: Stage | None = None
+    ) -> None:
+        self.shard, self.stage = shard or Shard(), stage or Stage()
         self.shared_bytes = 0
         self._memory = memory
         self.ranks = ALONE
         if memory is not None:
-            self.ranks = Ranks(memory.take(Ranks.counters_of(shard.size), torch.int32), shard.rank, shard.size)
+            part = self.stage if self.stage.size > 1 else self.shard
+            self.ranks = Ranks(memory.take(Ranks.counters_of(part.size), torch.int32), part.rank, part.size)
+
+    @property
+    def sharing(self) -> Ranks:
+        """Those that compute each layer together: stages do not."""
+        return self.ranks if self.shard.size > 1 else ALONE
 
     @property
     def is_first(self) -> bool:
@@ -68,4 +78,4 @@ class RankGroup:
 
     def gather(self, out: Tensor, rows: Rows = "tokens") -> list[Op]:
         """The operation behind the last write to ``out``; none where there is one rank."""
-        return [AllGather(out, self.ranks, rows)] if self.shard.size > 1 else []
+        return [AllGather(out, self.sharing, rows)] if self.shard.size > 1 else []

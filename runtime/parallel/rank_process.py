@@ -1,4 +1,4 @@
-"""``python -m qserve.runtime.parallel.rank_process FD MEMORY_FD``: one of the ranks that follow the first."""
+"""``python -m qserve.runtime.parallel.rank_process FD MEMORY_FD``: one of the ranks beside that of the engine."""
 
 from __future__ import annotations
 
@@ -23,34 +23,35 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the first rank drains, and needs this one for that
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine drains, and needs this one for that
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     with sock.makefile("rb") as lines:
         task = TASK.validate_json(lines.readline())
 
-    def end_with_the_first() -> None:
+    def end_with_the_engine() -> None:
         sock.recv(1)  # until the other end is gone
         os._exit(0)
 
-    threading.Thread(target=end_with_the_first, daemon=True).start()
+    threading.Thread(target=end_with_the_engine, daemon=True).start()
     try:
         memory = SharedMemory(int(sys.argv[2]))
-        group = RankGroup(task.shard, memory)
-        decoder, channel = load_rank(open_model(task.model, offline=True), task.config, task.limits, group, memory)
+        group = RankGroup(task.shard, memory, task.stage)
+        source = open_model(task.model, offline=True, in_floats=task.in_floats)
+        decoder, channel = load_rank(source, task.config, task.limits, group, memory)
         gc.collect()
         gc.freeze()
         torch.set_num_threads(1)
         channel.wait()
         channel.follow(decoder)
-    except RankLost:  # the first one says which
+    except RankLost:  # the engine says which
         pass
     except BaseException as error:
         if not isinstance(error, QServeError):
-            logger.exception("rank %d failed", task.shard.rank)
+            logger.exception("rank %d failed", task.rank)
         sock.sendall((str(error) if isinstance(error, QServeError) else f"{type(error).__name__}: {error}").encode())
         os._exit(1)
-    # Not from here: the first rank knows which one has ended, and takes the end of this one for its own.
+    # Not from here: the engine knows which rank has ended, and takes the end of this one for its own.
     threading.Event().wait()
 
 

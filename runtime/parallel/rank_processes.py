@@ -9,14 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
+from qserve.kernels.ranks import RankLost
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.models.decoder import DecoderLimits
 from qserve.runtime.parallel.shard import Shard
+from qserve.runtime.parallel.stage import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +27,19 @@ _GRACE = 5.0  # seconds in which a process must end that was told to
 
 @dataclass(frozen=True)
 class RankTask:
-    """What a rank needs to load its shard. ``model``: the path of the checkpoint."""
+    """What a rank needs to load its part, a ``shard`` or a ``stage``. ``model``: the path of the checkpoint.
+    ``in_floats``: a GGUF file stays so."""
 
     model: str
+    in_floats: bool
     config: EngineConfig
     limits: DecoderLimits
     shard: Shard
+    stage: Stage
+
+    @property
+    def rank(self) -> int:
+        return max(self.shard.rank, self.stage.rank)
 
 
 TASK = TypeAdapter(RankTask)
@@ -38,37 +47,44 @@ TASK = TypeAdapter(RankTask)
 
 
 class RankProcesses:
-    """Starts the ranks 1 to ``tensor_parallel_size`` - 1, which load while this process goes on. ``failure`` says why
-    one has ended that should not have. Once it is set, ``give_up`` is called, by another thread.
+    """Starts a rank for each of ``tasks``, which load while this process goes on. ``failure`` says why one has ended
+    that should not have. Once it is set, ``give_up`` is called, by another thread.
 
     A process reads its task from a socket. When that is closed, because this process called ``stop`` or has ended
     however, the other one ends at once.
     """
 
-    def __init__(
-        self, model: str, config: EngineConfig, limits: DecoderLimits, memory_fd: int, give_up: Callable[[], None]
-    ) -> None:
+    def __init__(self, tasks: Sequence[RankTask], memory_fd: int, give_up: Callable[[], None]) -> None:
         self.failure: str | None = None
         self._give_up = give_up
         self._stopping = False
         self._processes: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
-        size = config.tensor_parallel_size
-        for rank in range(1, size):
+        for task in tasks:
             ours, theirs = socket.socketpair()
             fds = theirs.fileno(), memory_fd
             # -P: a folder here that is named like a module must not take its place.
             command = [sys.executable, "-P", "-m", "qserve.runtime.parallel.rank_process", *map(str, fds)]
             with theirs:
                 process = subprocess.Popen(command, pass_fds=fds, start_new_session=True)
-            ours.sendall(TASK.dump_json(RankTask(model, config, limits, Shard(rank, size))) + b"\n")
+            ours.sendall(TASK.dump_json(task) + b"\n")
             self._processes.append((process, ours))
-            watch = threading.Thread(target=self._watch, args=(rank, process, ours), name=f"qserve-rank-{rank}")
+            watch = threading.Thread(
+                target=self._watch, args=(task.rank, process, ours), name=f"qserve-rank-{task.rank}"
+            )
             watch.daemon = True
             watch.start()
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process, _ in self._processes]
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Where a ``RankLost`` is raised in here, it says why."""
+        try:
+            yield
+        except RankLost:
+            raise RankLost(self.failure or "the other ranks of the model have been ended") from None
 
     def stop(self) -> None:
         """End them."""

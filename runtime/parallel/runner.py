@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from qserve.kernels.executor import Step
-from qserve.kernels.ranks import RankLost
 from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.parallel.rank_processes import RankProcesses
 from qserve.runtime.parallel.step_channel import StepChannel
@@ -51,20 +49,13 @@ class ParallelRunner(DecoderRunner):
 
     def wait(self) -> None:
         """Return when every rank is loaded."""
-        with self._explained():
+        with self.processes.explained():
             self._channel.wait()
 
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
-        with self._explained():
+        with self.processes.explained():
             return super().run(plan, prompt_sink)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self._channel.copy(copies)
         super().copy_blocks(copies)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except RankLost:
-            raise RankLost(self.processes.failure or "the other ranks of the model have been ended") from None

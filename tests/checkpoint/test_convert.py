@@ -142,7 +142,7 @@ def test_summary_names_format_and_inputs(packed_model) -> None:
         (SYM, "gptq", "exl3", "known: gptq"),
         (SYM, "gptq", "fp8", "fp8 format"),
         (replace(SYM, weights=WeightScheme(8, 32)), "gptq", "awq", "4-bit"),
-        (replace(SYM, weights=WeightScheme(6, 32)), "compressed-tensors", "gptq", "2, 3, 4 or 8 bits"),
+        (replace(SYM, weights=WeightScheme(5, 32)), "compressed-tensors", "gptq", "2, 3, 4 or 8 bits"),
         (replace(SYM, overrides={"model.layers.0.mlp.up_proj": WeightScheme(4, 64)}), "gptq", "awq", "one group size"),
         (INT8, "compressed-tensors", "gptq", "weights only"),
         (INT8, "compressed-tensors", "fp8", "e4m3"),

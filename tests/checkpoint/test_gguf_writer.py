@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf import LlamaFileType
 from gguf.quants import dequantize
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -27,7 +28,7 @@ from qserve.checkpoint.gguf_tensors import Stored
 from qserve.checkpoint.gguf_tokenizer import tokenizer_of
 from qserve.checkpoint.gguf_undo import untiled_columns
 from qserve.checkpoint.gguf_vocabulary import vocabulary_of
-from qserve.checkpoint.gguf_writer import _in_order_of_file
+from qserve.checkpoint.gguf_writer import _FILE_TYPES, _in_order_of_file
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.kv import kv_scales
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -95,8 +96,9 @@ def test_what_is_only_read_is_refused_by_its_reason(case: str, tmp_path: Path) -
 
 BLOCKS = [
     (WeightScheme(4, 32), Kind.Q4_0), (WeightScheme(4, 64), Kind.Q4_0), (WeightScheme(4, -1), Kind.Q4_0),
-    (WeightScheme(3, 32), Kind.Q4_0), (WeightScheme(2, 128), Kind.Q4_0), (WeightScheme(6, 32), Kind.Q8_0),
-    (WeightScheme(8, 64), Kind.Q8_0), (WeightScheme(8, -1), Kind.Q8_0),
+    (WeightScheme(3, 32), Kind.Q4_0), (WeightScheme(2, 128), Kind.Q4_0), (WeightScheme(5, 32), Kind.Q5_0),
+    (WeightScheme(5, -1), Kind.Q5_0), (WeightScheme(6, 32), Kind.Q8_0), (WeightScheme(8, 64), Kind.Q8_0),
+    (WeightScheme(8, -1), Kind.Q8_0),
 ]  # fmt: skip
 
 
@@ -152,7 +154,7 @@ def packed(dense: HFDirectory, out: Path, random_weight: Any, spec: QuantSpec, *
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3_moe", "mixtral", "qwen3_5"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 def test_packed_linears_keep_their_numbers(case: str, bits: int, tmp_path: Path, random_weight: Any) -> None:
     spec = QuantSpec("gptq", WeightScheme(bits, 32))
     source = packed(model_of(case, tmp_path / "d"), tmp_path / "q", random_weight, spec)
@@ -163,7 +165,14 @@ def test_packed_linears_keep_their_numbers(case: str, bits: int, tmp_path: Path,
         weight = source.linear(module)
         assert torch.equal(found.tensor(f"{module}.weight"), weight.dequantize()), module
         assert weight.bias is None or torch.equal(found.tensor(f"{module}.bias"), weight.bias)
-    assert {each.kind for each in found._tensors.values()} >= {Kind.Q4_0 if bits == 4 else Kind.Q8_0, Kind.F32}
+    kind = {4: Kind.Q4_0, 5: Kind.Q5_0, 8: Kind.Q8_0}[bits]
+    assert {each.kind for each in found._tensors.values()} >= {kind, Kind.F32}
+
+
+def test_types_of_files_are_those_of_llama_cpp() -> None:
+    assert _FILE_TYPES.keys() == {Kind.F32, Kind.F16, Kind.BF16, *(kind for _, kind in BLOCKS)}
+    for kind, number in _FILE_TYPES.items():
+        assert LlamaFileType(number).name == f"{'ALL' if kind is Kind.F32 else 'MOSTLY'}_{kind.name}"
 
 
 def test_types_differ_by_tensor_but_not_among_experts(tmp_path: Path, random_weight: Any) -> None:

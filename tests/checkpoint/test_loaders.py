@@ -130,6 +130,7 @@ AT_ONCE = "CompressedTensorsConfig(dequantize=True)"
     [
         (QuantSpec("rtn", WeightScheme(4, 64)), {}, True, ""),
         (QuantSpec("rtn", WeightScheme(3, 64)), {}, True, "compressed-tensors from 0.18 on for 3 bits"),
+        (QuantSpec("rtn", WeightScheme(5, 32)), {}, True, "compressed-tensors from 0.18 on for 5 bits"),
         (QuantSpec("rtn", WeightScheme(2, 64), overrides={"model.layers.0.mlp.up_proj": WeightScheme(6, 64),
                                                           "model.layers.0.mlp.down_proj": WeightScheme(3, 64)}),
          {}, True, "compressed-tensors from 0.18 on for 3 and 6 bits"),

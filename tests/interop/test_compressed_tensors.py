@@ -20,11 +20,13 @@ SPECS = {
     "pack-quantized, 2 bits": QuantSpec("rtn", WeightScheme(2, 32)),
     "pack-quantized, 3 bits": QuantSpec("rtn", WeightScheme(3, 32)),
     "pack-quantized, 4 bits": QuantSpec("rtn", WeightScheme(4, 32)),
+    "pack-quantized, 5 bits": QuantSpec("rtn", WeightScheme(5, 32)),
     "pack-quantized, 6 bits": QuantSpec("rtn", WeightScheme(6, 32)),
     "pack-quantized, 8 bits": QuantSpec("rtn", WeightScheme(8, 32)),
     "pack-quantized, per channel": QuantSpec("rtn", WeightScheme(4, -1)),
     "pack-quantized, asymmetric": QuantSpec("rtn", WeightScheme(4, 32, False)),
     "pack-quantized, 3 bits asymmetric": QuantSpec("rtn", WeightScheme(3, 32, False)),
+    "pack-quantized, 5 bits asymmetric": QuantSpec("rtn", WeightScheme(5, 32, False)),
     "pack-quantized, mixed, ignored": QuantSpec("rtn", WeightScheme(4, 32), overrides=MIXED,
                                                 ignored=("lm_head", "model.layers.0.mlp.up_proj")),
     "pack-quantized, 4 and 8 bits": QuantSpec("rtn", WeightScheme(4, 32), overrides=EIGHT),
@@ -50,6 +52,7 @@ REFUSED = {
     # own files do not load so either.
     ("pack-quantized, asymmetric", False): "ignore_mismatched_sizes",
     ("pack-quantized, 3 bits asymmetric", False): "ignore_mismatched_sizes",
+    ("pack-quantized, 5 bits asymmetric", False): "ignore_mismatched_sizes",
     # At once all weights are taken for those of the first group of the configuration.
     ("pack-quantized, mixed, ignored", True): "issues during automatic conversion",
     # It loads, and says that nothing takes these scales.

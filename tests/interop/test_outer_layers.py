@@ -14,13 +14,13 @@ from qserve.quantize.job import QuantizeJob
 
 pytestmark = pytest.mark.interop
 
-BITS = [(6, 0), (6, 6), (6, 8), (8, 0), (8, 4), (0, 6)]
+BITS = [(6, 0), (6, 6), (6, 8), (8, 0), (8, 4), (0, 6), (5, 5), (5, 8)]
 
 
 @pytest.fixture(scope="module")
 def decompressed(judge, tiny_model: Path, tmp_path_factory) -> dict[tuple[int, int], Path]:
-    """4-bit checkpoints by the bits of their embedding and head, of a model whose rows of 72 values of 6 bits end
-    within a word."""
+    """4-bit checkpoints by the bits of their embedding and head, of a model whose rows of 72 values of 5 or 6 bits
+    end within a word."""
     root = tmp_path_factory.mktemp("outer")
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -45,7 +45,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         f"{bits} bits, {'g32' if size > 0 else 'channel'}, {'symmetric' if symmetric else 'asymmetric'}":
         ("tied", {"bits": bits, "group_size": size, "symmetric": symmetric})
-        for bits in (2, 3, 4, 6, 8) for size in (32, -1) for symmetric in (True, False)
+        for bits in (2, 3, 4, 5, 6, 8) for size in (32, -1) for symmetric in (True, False)
     },
     **{scheme: ("tied", {"scheme": scheme}) for scheme in ("w8a8", "fp8", "fp8-block", "fp8-tensor")},
     "fp8-static": ("tied", {"scheme": "fp8-static", **CALIBRATED}),
@@ -53,11 +53,11 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed asymmetric": ("tied", {"target_bits": 5.0, **ASYM, **CALIBRATED}),
     "mixed fp8": ("tied", {"scheme": "fp8", "target_bits": 12.0, **CALIBRATED}),
     "mixed w8a8": ("tied", {"scheme": "w8a8", "target_bits": 12.0, **CALIBRATED}),
-    **{f"head {bits}, {model}": (model, {"head_bits": bits}) for bits in (4, 6, 8) for model in ("tied", "untied")},
+    **{f"head {bits}, {model}": (model, {"head_bits": bits}) for bits in (4, 5, 6, 8) for model in ("tied", "untied")},
     "head 8, w8a8": ("tied", {"scheme": "w8a8", "head_bits": 8}),
     "head 8, asymmetric": ("tied", {"head_bits": 8, **ASYM}),
     **{f"embedding {bits}, {model}": (model, {"embedding_bits": bits})
-       for bits in (6, 8) for model in ("tied", "untied")},
+       for bits in (5, 6, 8) for model in ("tied", "untied")},
     "embedding 6, fp8": ("tied", {"scheme": "fp8", "embedding_bits": 6}),
     "embedding 6, head 8": ("tied", {"embedding_bits": 6, "head_bits": 8}),
     "embedding 6, asymmetric": ("untied", {"embedding_bits": 6, **ASYM}),

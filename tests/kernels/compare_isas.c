@@ -159,7 +159,7 @@ static void linear(void)
     op.codebook_bytes = between(1, 2);
     for (int32_t i = 0; i < 16 && op.codebook_bytes == 1; i++)
         codebook[i] &= 31;
-    float *zeros = numbers((int64_t)tiles * groups * QS_LANES, 0);
+    float *row_scales = scales((int64_t)tiles * QS_LANES), *zeros = numbers((int64_t)tiles * groups * QS_LANES, 0);
     int32_t *order = room((int64_t)op.k * 4);
     for (int32_t i = 0; i < op.k; i++)
         order[i] = between(-1, op.x_width - 1);
@@ -168,9 +168,15 @@ static void linear(void)
     op.x = x;
     op.weight = weight;
     op.scales = steps;
+    if (integer) {
+        op.scale_dtype = between(0, 1) ? QS_F8 : QS_F32;
+        for (int32_t i = 0; i < tiles * groups * QS_LANES && op.scale_dtype == QS_F8; i++)
+            ((uint8_t *)steps)[i] &= 0x3f;
+        op.row_scales = between(0, 1) ? row_scales : NULL;
+    }
     op.bias = between(0, 1) ? bias : NULL;
     op.codebook = op.dtype == QS_U4 && between(0, 1) ? codebook : NULL;
-    op.zeros = integer && between(0, 1) ? zeros : NULL;
+    op.zeros = integer && op.scale_dtype == QS_F32 && between(0, 1) ? zeros : NULL;
     op.permutation = integer && between(0, 3) == 0 ? order : NULL;
     for (int32_t i = 0; i < tiles * groups * QS_LANES && op.codebook && op.codebook_bytes == 2; i++)
         steps[i] /= 256;
@@ -192,7 +198,7 @@ static void linear(void)
         agree(what, first + (int64_t)r * op.out_stride, second + (int64_t)r * op.out_stride, op.out_stride,
               top > 1e30f ? INFINITY : 4e-7f * most * (op.function ? 2 * (most + 40) : 1)); /* it may be a square */
     }
-    free(weight), free(x), free(steps), free(bias), free(zeros), free(order), free(first), free(second), free(codebook);
+    free(weight), free(x), free(steps), free(bias), free(zeros), free(row_scales), free(order), free(first), free(second), free(codebook);
 }
 
 /* Row after row: what reads x and writes as much, or less, in place or beside. */

@@ -14,6 +14,8 @@ def make_weight(
     generator = torch.Generator().manual_seed(out * 31 + inp)
     groups, height = scheme.groups(inp), scheme.row_height(out)
     blocks = torch.rand(-(-out // height), groups, generator=generator) * 0.02 + 0.001
+    if scheme.dtype == "fp4":  # as NVFP4 and MXFP4 store them
+        blocks = (blocks * 20000).to(torch.float8_e4m3fn).float() * (0.00007 / (1 + torch.arange(len(blocks))[:, None]))
     scales = blocks.repeat_interleave(height, 0)[:out].contiguous()
     zeros = g_idx = None
     if scheme.dtype == "fp8":

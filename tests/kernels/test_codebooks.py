@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from qserve.checkpoint.grid import BNB_FP4, E2M1, NF4, Grid
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native
-from qserve.kernels.prepack import int_tiles, tile_bytes
+from qserve.kernels.code_tiles import tile_codes_reference
+from qserve.kernels.prepack import anywhere, int_tiles, tile_bytes
+from qserve.kernels.tiled import _stacked
 from tests.kernels.quantized_weights import make_weight
 from tests.kernels.test_operations import NF4_ERROR, Product, executor
 
@@ -51,6 +55,35 @@ def test_real_zero_points_are_not_rounded_in_between(
     assert ((weight.dequantize() - exact).abs() <= 2.01 * rounding * exact.abs()).all()
 
 
+@pytest.mark.parametrize("isa", native.available())
+@pytest.mark.parametrize(("group", "shape"), [(16, (33, 80)), (32, (17, 96)), (8, (150, 8)), (-1, (5, 70))])
+def test_scales_of_e4m3_stay_in_eight_bits(isa: native.Isa, group: int, shape: tuple[int, int]) -> None:
+    """With a factor for each output, whatever it is. Others have 16 or 32; rows beside them have the same results."""
+    weight = make_weight(*shape, WeightScheme(4, group, dtype="fp4"))
+    weight.scales[0] = 0
+    single = replace(weight, scales=torch.cat([weight.scales[:-1], 1e-3 * torch.rand(1, weight.scales.shape[1])]))
+    halves = replace(weight, scales=torch.full_like(weight.scales, -0.5))
+    held = [int_tiles(each).scales.dtype for each in (weight, single, halves)]
+    assert held == [torch.float8_e4m3fn, torch.float32 if weight.scales.shape[1] > 1 else held[0], torch.float16]
+    x, found = torch.randn(9, shape[1]), []
+    for each in (weight, single, halves):
+        product = Product(x, each, None, False)
+        want, magnitude = product.expected()
+        found.append(product.run(executor(isa)))
+        assert ((found[-1] - want).abs() <= 1e-6 * magnitude).all()
+    assert torch.equal(found[0][:, :-1], found[1][:, :-1])
+
+
+def test_experts_whose_scales_differ_in_bits_are_held_in_single_precision() -> None:
+    first = make_weight(32, 64, WeightScheme(4, 16, dtype="fp4"))
+    other = replace(first, scales=torch.rand(32, 4))
+    fields, _ = _stacked([first, other], anywhere, tile_codes_reference)
+    assert fields["scale_dtype"] == 0 and fields["scales"].dtype == torch.float32
+    scales = fields["scales"].transpose(-1, -2).flatten(1, 2)
+    scales = scales * fields["row_scales"].flatten(1)[..., None] * 2  # the unit of the numbers
+    torch.testing.assert_close(scales, torch.stack([first.scales, other.scales]), rtol=1e-6, atol=0)
+
+
 def test_four_bits_are_held_in_four() -> None:
     for dtype, symmetric, each in (("nf4", True, 4.5), ("bnb-fp4", True, 4.5), ("hqq", False, 4.5)):
         scheme = WeightScheme(4, 64, symmetric, dtype=dtype)
@@ -59,4 +92,4 @@ def test_four_bits_are_held_in_four() -> None:
             weight = QuantizedWeight(scheme, weight.codes, weight.scales.half().float(), weight.zeros.half())
         tiles = int_tiles(weight)
         held = tiles.weight.nbytes + tiles.scales.nbytes + (0 if tiles.zeros is None else tiles.zeros.nbytes)
-        assert held == 160 * 256 * each / 8 == tile_bytes(scheme, None, 160, 256, half_scales=True)
+        assert held == 160 * 256 * each / 8 == tile_bytes(scheme, None, 160, 256, narrow_scales=True)

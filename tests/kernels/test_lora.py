@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.lora import LoraWeight
+from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native, registry
 from qserve.kernels.executor import Executor, Step
 from qserve.kernels.lora_slots import LoraSlots, LoraTiles
-from qserve.kernels.ops import Lora
+from qserve.kernels.ops import Linear, Lora
 from qserve.kernels.reference import ReferenceExecutor
+from tests.kernels.quantized_weights import make_weight
 
 SHAPES = [  # width, (first column, columns) of each linear
     (64, [(0, 64), (64, 32), (96, 32)]),
@@ -81,6 +83,32 @@ def test_a_row_has_the_same_bits_alone() -> None:
         for row, adapter in enumerate(adapters):
             alone = Lora(x[row : row + 1].clone(), start[row : row + 1].clone(), slots)
             assert torch.equal(run(executor, alone, step_of([adapter]))[0], together[row])
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.parametrize(("width", "parts"), [
+    (100, [(0, 64), (64, 48), (112, 7)]), (33, [(0, 400)]), (17, [(0, 5), (5, 33)]),
+])  # fmt: skip
+@pytest.mark.parametrize("packed", [False, True])
+def test_with_its_product_it_gives_the_bits_that_it_gives_behind_it(
+    width: int, parts: list[tuple[int, int]], packed: bool
+) -> None:
+    """Linears that begin within a tile are computed behind the product; there both sides do the same."""
+    torch.manual_seed(width)
+    slots, n = slots_of(width, parts, [16, 1, 40]), sum(size for _, size in parts)
+    weight = torch.randn(n, width)
+    linear = make_weight(n, width, WeightScheme(8, -1), ActivationScheme("int8")) if packed else weight
+    for adapters in ([0], [2, -1], [1, 0, -1, 0, 2, 2, 2], [2] * 50 + [-1, 0, 1, 2, 0, 1]):
+        x, start, step = torch.randn(len(adapters), width), torch.randn(len(adapters), n), step_of(adapters)
+        for executor in executors():
+            for accumulate in (False, True):
+                apart, together = start.clone(), start.clone()
+                for ops in ([Linear(x, linear, apart, accumulate=accumulate)], [Lora(x, apart, slots)],
+                            [Linear(x, linear, together, accumulate=accumulate), Lora(x, together, slots)]):
+                    program = executor.program(len(adapters))
+                    program.add(ops)
+                    program.run(step)
+                assert torch.equal(apart, together), (executor.isa, adapters, accumulate)
 
 
 def test_matrices_take_the_narrowest_dtype_that_holds_them() -> None:

@@ -58,7 +58,7 @@ ACTIVATIONS = [
     ActivationScheme("fp8", "group", group_size=128),
 ]
 INTEGERS = st.builds(
-    WeightScheme, st.sampled_from([2, 3, 4, 6, 8]), st.sampled_from([-1, 8, 16, 24, 32, 64, 128]), st.booleans()
+    WeightScheme, st.sampled_from([2, 3, 4, 5, 6, 8]), st.sampled_from([-1, 8, 16, 24, 32, 64, 128]), st.booleans()
 )
 FP8 = st.sampled_from([WeightScheme(8, -1, dtype="fp8"), WeightScheme(8, -1, dtype="fp8", rows=-1),
                        WeightScheme(8, 128, dtype="fp8", rows=128), WeightScheme(8, 24, dtype="fp8")])  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS = ("test_operations.py", "test_native.py", "test_fusion.py", "test_kv_cache.py", "test_rounded_inputs.py",
          "test_products.py", "test_rounding.py", "test_experts.py", "test_delta.py", "test_code_tiles.py",
-         "test_int8.py")
+         "test_int8.py", "test_lora.py", "test_codebooks.py")
 # What the interpreter and torch leave behind at the end is not ours.
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1"}
 RUN = """

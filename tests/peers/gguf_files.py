@@ -1,9 +1,11 @@
 """GGUF files beside llama.cpp's own: ``python tests/peers/gguf_files.py ENVIRONMENTS MODEL TEXT TEST DIR``.
 
 MODEL is quantized by llama.cpp with an importance matrix of TEXT and without one, and by qserve to files of the same
-size: all in 4 bits beside Q4_0, and 4 and 8 bits mixed beside Q4_K_M. Divergence from MODEL is measured on TEST, and
-every file of qserve's is also judged by llama.cpp: its perplexity on the first windows, and its greedy tokens.
-ENVIRONMENTS come from ``python tests/environments.py peers DIR llama-cpp``. What is in DIR already is not made again.
+size: in 4 bits beside Q4_0, and in 5 bits beside Q4_K_M. Divergence from MODEL is measured on TEST, and every file of
+qserve's is also judged by llama.cpp: its perplexity on the first windows, and its greedy tokens. With ``--rescale`` the
+channels of MODEL, a Llama, are first multiplied by random factors that leave its function as it was: numbers that
+were dequantized from blocks then lie on no grid that blocks can express. ENVIRONMENTS come from
+``python tests/environments.py peers DIR llama-cpp``. What is in DIR already is not made again.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import argparse
 import json
 import math
 import subprocess
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -31,6 +35,16 @@ HERE = Path(__file__).absolute().parent / "contestants"
 SAMPLES, LENGTH, SEED = 128, 512, 0
 """As ``qserve quantize`` has them by default."""
 PROMPT, ANSWER, WINDOW = 48, 32, 512
+BITS = {"Q4_0": 4, "Q4_K_M": 5}
+"""Of qserve's weights beside each type of llama.cpp's."""
+FACTORS = (0.8, 1.25)
+FOLDS = {
+    "input_layernorm": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "self_attn.v_proj": ["self_attn.o_proj"],
+    "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.up_proj": ["mlp.down_proj"],
+}
+"""What gives channels, and what reads them."""
 
 
 def main() -> None:
@@ -43,10 +57,17 @@ def main() -> None:
     parser.add_argument("--options", default="--group-size 32 --embeddings 8", help="of qserve quantize")
     parser.add_argument("--tokens", default="16384")
     parser.add_argument("--window", default="1024")
+    parser.add_argument("--rescale", type=int, metavar="SEED", help="of the factors")
     parser.add_argument("--judged", type=int, default=8, help="windows of 512 tokens that llama.cpp judges")
     given = parser.parse_args()
     given.directory.mkdir(parents=True, exist_ok=True)
     python = given.environments.absolute() / "llama-cpp" / "bin" / "python"
+    if given.rescale is not None:
+        dense = given.directory / "base"
+        if not dense.exists():
+            run("convert", given.model, dense, "--format", "hf")
+            rescale(dense, given.rescale)
+        given.model = str(dense)
     source = open_model(given.model)
     base = given.directory / "base.gguf"
     if not base.exists():
@@ -56,27 +77,20 @@ def main() -> None:
     if not matrix.exists():
         np.savez(matrix, **importance(source, calibration_windows(ids, SAMPLES, LENGTH, SEED)))
     rows: dict[str, Path] = {}
-    for kind in ("Q4_0", "Q4_K_M"):
+    for kind in BITS:
         for name, more in (("", []), (", importance matrix", [str(matrix)])):
             file = given.directory / f"llama-{kind}{'-matrix' if more else ''}.gguf"
             if not file.exists():
                 command = [python, HERE / "llama_cpp_quantize.py", base, kind, file, *more]
                 subprocess.run([str(each) for each in command], check=True, capture_output=True)
             rows[f"llama.cpp {kind}{name}"] = file
-    embedding = source.shape("model.embed_tokens.weight")
-    for kind in ("Q4_0", "Q4_K_M"):
+    for kind, bits in BITS.items():
         file = given.directory / f"qserve-{kind}.gguf"
         rows[f"qserve, the size of {kind}"] = file
         if file.exists():
             continue
-        more = []
-        if kind == "Q4_K_M":
-            size = (given.directory / f"llama-{kind}.gguf").stat().st_size
-            least = rows["qserve, the size of Q4_0"].stat().st_size
-            packed = source.parameters() - math.prod(embedding)
-            more = ["--target-bits", f"{4.5 + 8 * (size - least) / packed - 0.005:.3f}"]
         run("quantize", given.model, file.with_suffix(""), "--calibration", given.text, "--format",
-            "compressed-tensors", *given.options.split(), *more)  # fmt: skip
+            "compressed-tensors", "--bits", bits, *given.options.split())  # fmt: skip
         run("convert", file.with_suffix(""), file, "--format", "gguf")
     print(f"{'file':40} {'MB':>7} {'KL':>7}  95 %              perplexity")
     for name, file in rows.items():
@@ -91,6 +105,28 @@ def main() -> None:
     test = torch.tensor(load_text(given.test, "evaluate").tokens(source.tokenizer()))
     for name in (name for name in rows if name.startswith("qserve")):
         print(f"{name}: {judged(python, rows[name], test, given.judged, given.directory)}")
+
+
+def rescale(directory: Path, seed: int) -> None:
+    """Multiply what norms, v and up give by a random factor for each channel, and divide the columns that read it."""
+    (file,) = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    config = json.loads((directory / "config.json").read_text())
+    generator = torch.Generator().manual_seed(seed)
+    for layer, (producer, readers) in product(range(config["num_hidden_layers"]), FOLDS.items()):
+        name = f"model.layers.{layer}.{producer}.weight"
+        weight = tensors[name]
+        factors = torch.empty(len(weight)).uniform_(*FACTORS, generator=generator)
+        rows = factors.view(-1, *(1,) * (weight.dim() - 1))
+        tensors[name] = (weight.float() * rows).to(weight.dtype)
+        for reader in readers:
+            name = f"model.layers.{layer}.{reader}.weight"
+            weight = tensors[name].float()
+            copies = weight.shape[1] // len(factors)  # query heads read the same value head
+            read = factors.view(config["num_key_value_heads"], -1).repeat_interleave(copies, 0).flatten()
+            tensors[name] = (weight / read).to(tensors[name].dtype)
+    save_file(tensors, file, {"format": "pt"})
+    (directory / "manifest.json").unlink()  # it has the hash of the file as it was
 
 
 def importance(source: ModelSource, windows: Tensor) -> dict[str, np.ndarray[Any, Any]]:

@@ -50,7 +50,7 @@ def reconfigure(model: Path, **changes: object) -> None:
 
 # Options that contradict themselves or each other: (command, options, exit code, words of the line).
 OPTIONS = [
-    ("quantize", ("--bits", "5"), 2, ("bits must be", "5")),
+    ("quantize", ("--bits", "7"), 2, ("bits must be", "7")),
     ("quantize", ("--bits", "four"), 2, ("--bits",)),
     ("quantize", ("--group-size", "7"), 2, ("group size", "7")),
     ("quantize", ("--method", "magic"), 2, ("rtn, hqq, gptq, awq", "magic")),
@@ -61,7 +61,7 @@ OPTIONS = [
     ("quantize", ("--target-bits", "4", "--scheme", "fp8"), 2, ("mixed precision",)),
     ("quantize", ("--target-bits", "4", "--minimize", "size", "--max-kl", "1"), 2, ("mixed precision",)),
     ("quantize", ("--kv-cache", "fp4"), 2, ("--kv-cache", "fp4")),
-    ("quantize", ("--head", "5"), 2, ("--head", "5")),
+    ("quantize", ("--head", "3"), 2, ("--head", "3")),
     ("quantize", ("--max-memory", "much"), 2, ("much",)),
     ("quantize", ("--method", "gptq"), 2, ("gptq needs calibration text",)),
     ("quantize", ("--samples", "0"), 2, ("--samples",)),

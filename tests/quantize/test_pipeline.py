@@ -466,7 +466,7 @@ def test_everything_impossible_is_refused_before_calibration(llama, qwen2, tmp_p
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(bits=5), "bits must be"), (dict(group_size=12), "group size"), (dict(samples=0), "--samples"),
+        (dict(bits=7), "bits must be"), (dict(group_size=12), "group size"), (dict(samples=0), "--samples"),
         (dict(sequence_length=0), "--sequence-length"), (dict(calibration=None), "gptq needs calibration"),
         (dict(method="spqr"), "--method must be"), (dict(method="hqq"), "use --asym"),
         (dict(method="smoothquant"), "for rounded inputs"),

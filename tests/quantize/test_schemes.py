@@ -45,9 +45,12 @@ def test_head_and_embedding_are_explicit():
     both, notices = assign(QuantizeJob(embedding_bits=6, head_bits=8), shapes(**linears))
     assert (both.scheme_of("embed").bits, both.scheme_of("lm_head").bits) == (6, 8)
     assert notices[0].endswith("layer of its own in 8 bits") and len(notices) == 1
+    for asked, size in ((32, 32), (128, 64), (-1, 64)):
+        spec, _ = assign(QuantizeJob(embedding_bits=5, group_size=asked), shapes(**linears))
+        assert spec.scheme_of("embed").group_size == size
     _, notices = assign(QuantizeJob(embedding_bits=6, head_bits=6), shapes(**linears))
     assert notices[0].endswith("--embeddings 6 alone would store the same numbers once")
-    with pytest.raises(UsageError, match="--embeddings must be one of 6, 8, not 4"):
+    with pytest.raises(UsageError, match="--embeddings must be one of 5, 6, 8, not 4"):
         QuantizeJob(embedding_bits=4)
 
 

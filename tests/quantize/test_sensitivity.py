@@ -300,6 +300,10 @@ def test_candidates_are_what_format_and_loaders_take():
     assert {(s.bits, s.group_size) for s in found[DOWN,]} == {
         (bits, size) for bits in (2, 3, 4) for size in (32, 64, 128)
     } | {(4, -1), (8, 128), (8, -1)}
+    widest = candidates(shapes, format_named("compressed-tensors"), ("qserve",))[DOWN,]
+    assert {(s.bits, s.group_size) for s in widest if s.bits in (5, 6)} == {
+        (5, 32), (5, 64), (5, 128), (5, -1), (6, 128), (6, -1)
+    }  # fmt: skip
     for_vllm = candidates(shapes, format_named("gptq"), ("qserve", "vllm"))
     assert {s.bits for s in for_vllm[DOWN,]} == {4, 8}
 

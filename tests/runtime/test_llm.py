@@ -54,9 +54,10 @@ def test_the_arguments_of_vllm(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not served: a model runs on one GPU"),
-        ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True is not served"),
-        ({"pipeline_parallel_size": 4}, "pipeline_parallel_size=4"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 is not served: a model runs on one GPU"),
+        ({"data_parallel_size": True}, "data_parallel_size=True is not served"),
+        ({"data_parallel_size": 4}, "data_parallel_size=4"),
+        ({"pipeline_parallel_size": 4}, "--pipeline-parallel-size 4: .* has 2 layers"),
         ({"trust_remote_code": True}, "trust_remote_code=True is not served: code that comes with a model is never"),
         ({"speculative_config": {"method": "mtp"}}, "method 'mtp' of --speculative-config is not served"),
         ({"speculative_config": {"tokens": 5}}, "--speculative-config has no 'tokens': choose from method, "),

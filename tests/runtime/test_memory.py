@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +19,7 @@ from qserve.checkpoint.source import open_model
 from qserve.kernels import registry
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
-from qserve.runtime.memory import plan_memory, weight_bytes
+from qserve.runtime.memory import held_bytes, layer_bytes, plan_memory, weight_bytes
 from qserve.runtime.models.config import decoder_config
 from tests.peers import make_random
 
@@ -60,6 +62,15 @@ def test_refusals_carry_the_arithmetic(tiny_model: Path, monkeypatch: pytest.Mon
         plan_memory(config.cache_layout, **plan, config=replace(wishes, max_model_len=320, kv_cache_memory=7 * block))  # type: ignore[arg-type]
 
 
+def test_what_a_step_reads_belongs_to_a_layer(tiny_packed: Path) -> None:
+    source, executor = open_model(tiny_packed), registry.make()
+    held = held_bytes(source, LLAMA, executor, int8_head=True)
+    first, last = layer_bytes(held, LLAMA, 2)
+    ends = sum(size for name, size in held.items() if name in ("model.norm.weight", "lm_head"))
+    assert first == last - ends > 0 and ends > source.shape("model.embed_tokens.weight")[0] * 64
+    assert first + last == sum(held.values()) - held["model.embed_tokens.weight"]
+
+
 def test_the_peak_is_the_sum_of_its_parts(tiny_packed: Path) -> None:
     source = open_model(tiny_packed)
     plan = Engine(source, EngineConfig(kv_cache_memory=1 << 20, threads=1)).memory
@@ -99,32 +110,69 @@ def test_the_peak_is_what_is_resident_at_most() -> None:
 
 
 _LOAD = """
-import sys
-from dataclasses import replace
+import json, os, sys
 from pathlib import Path
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 
-def told(name):
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+def told(name, pid):
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status[name].split()[0]) * 1024
 
-before = told("VmRSS")
-config = EngineConfig(kv_cache_memory=8 << 20, max_num_seqs=8, max_num_batched_tokens=64, threads=1)
-engine = Engine(sys.argv[1], config)
-print(told("VmHWM") - before)
+before = told("VmRSS", os.getpid())
+options = {"kv_cache_memory": 8 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64, "threads": 1}
+engine = Engine(sys.argv[1], EngineConfig(**options, **json.loads(sys.argv[2])))
+others = engine._ranks.pids if engine._ranks else []
+print(json.dumps([engine.notes, [told("VmHWM", pid) - before for pid in (*others, os.getpid())]]))
+engine.close()
 """
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose ends are a fifth of it and whose layers are many, as in one of eight billion parameters."""
+    shape = {**make_random.SHAPES["qwen3-8b"], "num_hidden_layers": 22, "vocab_size": 24000, "hidden_size": 2048,
+             "intermediate_size": 6144}  # fmt: skip
+    out = tmp_path_factory.mktemp("large") / "w4"
+    make_random.make(shape, out)
+    return out
+
+
+def shares_of(path: Path, notes: list[str]) -> list[int]:
+    """Bytes of the checkpoint that are each process's: all, half of everything, or some layers and what is at their
+    end."""
+    sizes = {}
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        sizes |= {name: end - begin for name, each in header.items() if name != "__metadata__"
+                  for begin, end in [each["data_offsets"]]}
+    stages = re.findall(r"stages of (\d+), (\d+) layers", " ".join(notes))
+    if not stages:
+        ranks = 2 if any("2 ranks" in note for note in notes) else 1
+        return [sum(sizes.values()) // ranks] * ranks
+    shares = [0, 0]
+    for name, size in sizes.items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        behind = int(layer[1]) >= int(stages[0][0]) if layer else name != "model.embed_tokens.weight"
+        shares[behind] += size
+    return shares
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process its peak")
-def test_a_load_needs_little_more_than_the_checkpoint(tmp_path: Path) -> None:
-    """A model whose ends are a fifth of it and whose layers are many, as in one of eight billion parameters."""
-    shape = {**make_random.SHAPES["qwen3-8b"], "num_hidden_layers": 22, "vocab_size": 24000, "hidden_size": 2048,
-             "intermediate_size": 6144}  # fmt: skip
-    make_random.make(shape, tmp_path / "w4")
-    size = sum(file.stat().st_size for file in (tmp_path / "w4").glob("*.safetensors"))
-    done = subprocess.run(
-        [sys.executable, "-c", _LOAD, str(tmp_path / "w4")], capture_output=True, text=True, check=True
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 1.15), ({"tensor_parallel_size": 2}, 1.2), ({"pipeline_parallel_size": 2}, 1.2)],
+    ids=["alone", "two shards", "two stages"],
+)
+def test_a_load_needs_little_more_than_its_part_of_the_checkpoint(
+    large: Path, options: dict[str, int], most: float
+) -> None:
+    command = [sys.executable, "-c", _LOAD, str(large), json.dumps(options)]
+    notes, peaks = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    shares = shares_of(large, notes)
+    assert sum(shares) > 500e6 and len(shares) == max([1, *options.values()])
+    assert [peak <= most * share for peak, share in zip(peaks, shares, strict=True)] == [True] * len(shares), (
+        peaks, shares
     )
-    assert size > 500e6 and int(done.stdout) <= 1.15 * size

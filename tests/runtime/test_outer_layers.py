@@ -24,7 +24,7 @@ from qserve.runtime.models.decoder import Decoder, DecoderLimits
 
 EMBEDDING = "model.embed_tokens"
 VOCABULARY, WIDTH = 323, 100  # neither is a multiple of anything that kernels like; a row ends within a word
-BITS = [(6, 0), (6, 6), (6, 8), (0, 6), (8, 0), (8, 6)]
+BITS = [(6, 0), (6, 6), (6, 8), (0, 6), (8, 0), (8, 6), (5, 0)]
 ROUNDED = ActivationScheme("int8", "group", group_size=32)
 TOKENS = torch.randint(0, VOCABULARY, (23,), generator=torch.Generator().manual_seed(3))
 

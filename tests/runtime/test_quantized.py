@@ -401,7 +401,8 @@ def test_bitsandbytes_is_served_as_it_is_or_in_16_bits(
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
     _, notes = served(source, tmp_path / "packed", packed, config)
     assert not any("held in" in note for note in notes)
-    logits = [run(decoder_of(tmp_path / "packed", kernels), [(0, TOKENS, TABLE)]) for kernels in ("native", "reference")]
+    decoders = [decoder_of(tmp_path / "packed", kernels) for kernels in ("native", "reference")]
+    logits = [run(decoder, [(0, TOKENS, TABLE)]) for decoder in decoders]
     assert relative_error(*logits) < 0.01  # inputs are rounded, and numbers to 16 bits
     monkeypatch.setattr(native.NativeExecutor, "placement", replace(HOST, unpacked=(grid,)))
     found, notes = generated(tmp_path / "packed")
@@ -432,7 +433,8 @@ def test_hqq_is_served_as_it_is_or_in_16_bits(
     config = {"quant_method": "hqq", "quant_config": params, "skip_modules": ["lm_head"]} if told else None
     _, notes = served(source, tmp_path / "packed", packed, config)
     assert not any("held in" in note for note in notes)
-    logits = [run(decoder_of(tmp_path / "packed", kernels), [(0, TOKENS, TABLE)]) for kernels in ("native", "reference")]
+    decoders = [decoder_of(tmp_path / "packed", kernels) for kernels in ("native", "reference")]
+    logits = [run(decoder, [(0, TOKENS, TABLE)]) for decoder in decoders]
     assert relative_error(*logits) < 0.02  # inputs are rounded, but not the steps of dequantization
     monkeypatch.setattr(native.NativeExecutor, "placement", replace(HOST, unpacked=(AFFINE,)))
     found, notes = generated(tmp_path / "packed")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -572,6 +573,41 @@ def test_a_long_decode_is_never_preempted_by_younger_requests() -> None:
         plan, _ = step(s)
         assert "oldest" in shares(plan)
     assert len(oldest.output_token_ids) == 59 and s.num_preemptions > 0
+
+
+def test_decodes_are_divided_between_the_stages_of_a_pipeline() -> None:
+    s = scheduler(num_stages=3)
+    for name in "abcdefg":
+        add(s, name, range(2), max_tokens=40)
+    step(s)
+    flying = [plan_of(s) for _ in range(3)]
+    assert [len(plan.sequences) for plan in flying] == [3, 2, 2]
+    assert s.schedule(0.0) is None, "all newest tokens are in flight"
+    s.finish(flying[1].sequences[0].request_id, "abort")
+    s.finish(flying[2].sequences[0].request_id, "abort")
+    left = Counter[str]()
+    for _ in range(30):  # the five that are left are divided anew, and nobody waits for long
+        commit(s, flying.pop(0))
+        flying.append(plan_of(s))
+        ran = {q.request_id for plan in flying for q in plan.sequences}
+        for request_id in s.request_ids():
+            left[request_id] = 0 if request_id in ran else left[request_id] + 1
+        assert max(left.values()) < 3
+    assert sorted(len(plan.sequences) for plan in flying) == [1, 2, 2]
+
+
+def test_the_chunks_of_a_prompt_follow_each_other_through_the_stages() -> None:
+    s = scheduler(num_stages=2)
+    add(s, "a", range(40), max_tokens=2)
+    flying = [plan_of(s), plan_of(s)]
+    assert [shares(plan) for plan in flying] == [{"a": (0, 16)}, {"a": (16, 16)}]
+    commit(s, flying.pop(0))
+    flying.append(plan_of(s))
+    assert shares(flying[1]) == {"a": (32, 8)} and s.schedule(0.0) is None
+    commit(s, flying.pop(0))
+    assert s.schedule(0.0) is None, "its newest token is in flight"
+    commit(s, flying.pop(0))
+    assert shares(plan_of(s)) == {"a": (40, 1)}
 
 
 def test_a_beam_forks_in_mid_sequence() -> None:

@@ -203,6 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 12),
         extra_rows=st.integers(0, 8),
         depth=st.sampled_from((1, 2, 2, 3)),
+        stages=st.sampled_from((1, 1, 2, 3)),
         windows=st.sampled_from(((0,), (0,), (0, 5), (6,), (0, 1, 9))),
         slots=st.sampled_from((30, 0, 12, 5, 1)),
         room=st.sampled_from((60, 60, 4, 0)),
@@ -217,6 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget: int,
         extra_rows: int,
         depth: int,
+        stages: int,
         windows: tuple[int, ...],
         slots: int,
         room: int,
@@ -229,6 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_logits=max_num_seqs + extra_rows,
             max_waiting=12,
             max_waiting_tokens=150,
+            num_stages=stages,
             priority_aging=4.0,
         )
         keeps_states = snapshots is not None  # such a model has neither drafts nor blocks elsewhere

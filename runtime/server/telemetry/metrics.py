@@ -13,6 +13,8 @@ from qserve.runtime.client.timeline import Timeline
 from qserve.runtime.server.telemetry import gpu
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from qserve.checkpoint.card import QualityCard
     from qserve.runtime.journal import StepRecord
     from qserve.runtime.output import RequestOutput
@@ -82,6 +84,7 @@ class Metrics:
         }
         self._counted = dict.fromkeys(self._totals, 0)
         self._gpu: dict[str, Gauge] = {}  # none without a GPU
+        self._pipeline_idle: Gauge | None = None  # without stages
         self._offload_gauges: dict[str, Gauge] = {}  # none without tiers of the KV cache
         self._offload_counters: dict[str, tuple[Counter, int]] = {}  # with what they show
         self._failures = self._counter("engine_step_failures", "Steps that failed and ended their requests.")
@@ -180,11 +183,21 @@ class Metrics:
             self._show_gpu(stats.gpu)
         if stats.offload is not None:
             self._show_offload(stats.offload)
+        if stats.pipeline_idle:
+            self._show_pipeline(stats.pipeline_idle)
         text = generate_latest(self._registry)
         if self._alias:
             own = b"".join(line for line in text.splitlines(keepends=True) if b"qserve:" in line)
             text += re.sub(rb"(?m)^(# (?:HELP|TYPE) )?qserve:", rb"\1vllm:", own)
         return text
+
+    def _show_pipeline(self, idle: Sequence[float]) -> None:
+        if self._pipeline_idle is None:
+            about = "Share of the time in which a stage waited for a step while others computed one, 0 to 1."
+            name = "qserve:pipeline_idle_ratio"
+            self._pipeline_idle = Gauge(name, about, (*_LABELS, "stage"), registry=self._registry)
+        for stage, share in enumerate(idle):
+            self._pipeline_idle.labels(self._model, "0", str(stage)).set(share)
 
     def _show_offload(self, use: OffloadUse) -> None:
         gauges = {

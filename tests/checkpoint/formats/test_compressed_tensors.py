@@ -307,7 +307,7 @@ def test_configurations_of_other_writers() -> None:
         ({"kv_cache_scheme": {"num_bits": 4, "type": "float", "strategy": "tensor"}}, "kv_cache_scheme"),
         ({"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True}}, "kv_cache"),
         ({"kv_cache_scheme": [1]}, "kv_cache_scheme"),
-        ({"weights": {"num_bits": 5}}, "bits must be"),
+        ({"weights": {"num_bits": 7}}, "bits must be"),
         ({"weights": {"num_bits": "4"}}, "bits is '4'"),
         ({"weights": {"type": "float"}}, "does not hold fp4"),
         ({"weights": {"type": "complex"}}, "complex"),

@@ -315,7 +315,7 @@ def test_other_services_are_refused(text: str) -> None:
         catalog.api_price(text)
 
 
-@pytest.mark.parametrize("name", ["w5g128", "w4", "w4g7", "int4", "w4g0", "", "w4g999999"])
+@pytest.mark.parametrize("name", ["w7g128", "w4", "w4g7", "int4", "w4g0", "", "w4g999999"])
 def test_other_quantizations_are_refused(name: str) -> None:
     with pytest.raises(UsageError):
         quantization(name)

@@ -48,7 +48,7 @@ def held(scheme: WeightScheme, activations: ActivationScheme | None, out: int, i
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "symmetric"), list(product((2, 3, 4, 6, 8), GROUPS, (True, False))), ids=str
+    ("bits", "group", "symmetric"), list(product((2, 3, 4, 5, 6, 8), GROUPS, (True, False))), ids=str
 )  # fmt: skip
 @pytest.mark.parametrize(("out", "inp"), [(256, 1024), (70, 600)])
 def test_of_integers_it_is_the_most(bits: int, group: int, symmetric: bool, out: int, inp: int) -> None:

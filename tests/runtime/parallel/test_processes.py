@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -22,6 +24,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.speculative_config import SpeculativeConfig
+from tests.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
@@ -107,11 +110,14 @@ def test_what_ranks_do_not_serve_is_refused_at_once(tiny_model: Path, changes: d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["drain", "kill the first", "kill another"])
-def test_a_server_takes_its_ranks_along(tiny_model: Path, tmp_path: Path, end: str) -> None:
-    log = tmp_path / "log"
+@pytest.mark.parametrize(
+    ("option", "end"),
+    [("-tp", "drain"), ("-tp", "kill the engine"), ("-tp", "kill another"), ("-pp", "drain"), ("-pp", "kill another")],
+)
+def test_a_server_takes_its_ranks_along(tmp_path: Path, option: str, end: str) -> None:
+    log, model = tmp_path / "log", save_tiny_model(tmp_path / "model", layers=3)
     with log.open("wb") as out:
-        command = [sys.executable, "-m", "qserve", "run", str(tiny_model), "--port", "0", "-tp", "3", "--threads", "1"]
+        command = [sys.executable, "-m", "qserve", "run", str(model), "--port", "0", option, "3", "--threads", "1"]
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         until = time.monotonic() + 90
@@ -125,16 +131,23 @@ def test_a_server_takes_its_ranks_along(tiny_model: Path, tmp_path: Path, end: s
             os.kill(pid, signal.SIGTERM)  # as a service manager does that ends the whole group
         time.sleep(0.3)
         assert server.poll() is None
+        (url,) = re.findall(r"http://127\.0\.0\.1:\d+", log.read_text())[:1]
+        asked = {"prompt": [5, 6, 7], "max_tokens": 3, "model": "model", "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=asked)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        idle = re.findall(r'qserve:pipeline_idle_ratio\{.*stage="(\d)"\} 0\.\d+', httpx.get(f"{url}/metrics").text)
+        assert idle == (["0", "1", "2"] if option == "-pp" else [])
         if end == "drain":
             server.terminate()
             assert server.wait(15) == 0
-        elif end == "kill the first":
+        elif end == "kill the engine":
             server.kill()
         else:
             os.kill(pids[1], signal.SIGKILL)
             assert server.wait(8) == 1
             last = log.read_text().strip().splitlines()[-1]
-            assert last == "error: rank 2 of the model was ended by SIGKILL", log.read_text()
+            rank = 2 if option == "-tp" else 1  # the engine has the first shard, or the last stage
+            assert last == f"error: rank {rank} of the model was ended by SIGKILL", log.read_text()
         assert children_end(pids)
         assert "Traceback" not in log.read_text()
     finally:

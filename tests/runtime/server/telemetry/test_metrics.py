@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -131,6 +132,17 @@ def test_fragmentation_is_what_is_allocated_and_empty(alone: Engine, prompt: int
     alone.step()
     blocks = -(-prompt // BLOCK_SIZE)
     assert alone.stats().kv_fragmentation == pytest.approx(1 - prompt / (blocks * BLOCK_SIZE))
+
+
+def test_how_long_each_stage_waits_is_a_metric(engine: Engine) -> None:
+    metrics, name = Metrics("m", vllm_alias=True), "pipeline_idle_ratio"
+    assert name not in metrics.render(engine.stats(), up=True, ready=True, step_age=0.0).decode()
+    for idle in ((0.5, 0.25), (0.0, 0.125)):
+        stats = replace(engine.stats(), pipeline_idle=idle)
+        text = metrics.render(stats, up=True, ready=True, step_age=0.0).decode()
+        for stage, share in enumerate(idle):
+            for prefix in ("qserve", "vllm"):
+                assert f'{prefix}:{name}{{engine="0",model_name="m",stage="{stage}"}} {share}' in text
 
 
 def test_the_quality_card_is_a_metric(engine: Engine) -> None:

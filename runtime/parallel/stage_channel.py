@@ -1,0 +1,111 @@
+"""``StageChannel``: how steps travel through the stages of a pipeline, in memory that all ranks share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qserve.kernels import native
+from qserve.kernels.executor import Step
+from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.parallel.group import RankGroup, SharedMemory
+from qserve.runtime.parallel.step_memory import StepMemory
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A step on its way. ``order``: its shape, and how many blocks are to be copied before it."""
+
+    step: StepMemory
+    order: Tensor
+    copies: Tensor
+
+
+class StageChannel:
+    """The last stage calls ``publish``, and every stage ``run`` for each step, in order. A stage waits for the one
+    before it, and the first for the last, which publishes. As many steps are on their way as there are stages.
+
+    ``busy``: for each stage the seconds in which it computed. What waits raises ``RankLost`` where a rank has ended.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, group: RankGroup, limits: DecoderLimits, groups: int, hidden_size: int
+    ) -> None:
+        """``groups``: of layers, in the whole model. ``limits``: of the decoders."""
+        self._stage = stage = group.stage
+        self._meet = native.meeting(group.ranks)
+        self._arrive, self._wait_for_turn = native.handing_on(group.ranks)
+        # Each running request, and each that is admitted, may copy a block of each group.
+        most = 2 * (limits.num_blocks + groups * limits.max_logits)
+        self._slots = [
+            _Slot(
+                StepMemory(memory, limits, groups), memory.take((6,), torch.int32), memory.take((most, 2), torch.int32)
+            )
+            for _ in range(stage.size)
+        ]
+        shape = stage.size - 1, stage.size, limits.max_tokens, hidden_size
+        self._hidden = memory.take(shape, torch.float32).numpy()  # behind each stage but the last, in each slot
+        self.busy = memory.take((stage.size,), torch.float64).numpy()
+        self._published = self._done = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were published and did not reach this stage."""
+        return self._published - self._done
+
+    @staticmethod
+    def hidden_bytes(size: int, limits: DecoderLimits, hidden_size: int) -> int:
+        """Bytes of the hidden states that are on their way between ``size`` stages."""
+        return (size - 1) * size * limits.max_tokens * hidden_size * 4
+
+    def wait(self) -> None:
+        """Return when every rank has come here: all are loaded. It is the first turn of each."""
+        self._meet()
+
+    def publish(self, steps: Sequence[Step], copies: Sequence[tuple[int, int]], decoder: Decoder) -> int:
+        """Let all stages run this step, given in its form for each group of layers, after these copies of blocks.
+        Returns its number. A step that nobody waits for any more, because another one failed, is run first where it is
+        in the way."""
+        while self.num_in_flight >= self._stage.size:
+            self.run(decoder)
+        slot = self._slots[self._published % self._stage.size]
+        assert len(copies) <= len(slot.copies), "a step copies more blocks than requests can need"
+        if copies:
+            slot.copies[: len(copies)] = torch.tensor(copies, dtype=torch.int32)
+        slot.order.numpy()[:] = *slot.step.write(steps), len(copies)
+        self._published += 1
+        self._arrive()
+        return self._published - 1
+
+    def run(self, decoder: Decoder) -> tuple[int, Step]:
+        """Wait for the next step, and run the layers of this stage. Returns its number, and the step as its first group
+        of layers sees it, valid until another one is published in its place."""
+        number, stage = self._done, self._stage
+        self._wait_for_turn(number + 2)
+        began = time.perf_counter()
+        self._done += 1
+        place = number % stage.size
+        slot = self._slots[place]
+        *shape, copies = slot.order.tolist()
+        steps = slot.step.read(tuple(shape))
+        rows = slice(0, steps[0].tokens)
+        decoder.copy_blocks(slot.copies[:copies].tolist())
+        x = decoder.x.numpy()
+        if not stage.is_first:
+            x[rows] = self._hidden[stage.rank - 1, place, rows]
+        decoder.run(*steps)
+        if not stage.is_last:
+            self._hidden[stage.rank, place, rows] = x[rows]
+        self.busy[stage.rank] += time.perf_counter() - began
+        if not stage.is_last:
+            self._arrive()
+        return number, steps[0]
+
+    def follow(self, decoder: Decoder) -> None:
+        """Run what is published, until another rank ends: then ``RankLost`` is raised."""
+        while True:
+            self.run(decoder)
