@@ -108,7 +108,8 @@ def _k(blocks: Tensor, codes: Tensor) -> Parts:
 
 def _by_32(packed: Tensor) -> Tensor:
     """[..., 128] -> [..., 8, 32]: of every 32 bytes all low nibbles, then all high ones."""
-    return _nibbles(packed.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    nibbles: Tensor = _nibbles(packed.unflatten(-1, (4, 32)))  # type: ignore[no-untyped-call]
+    return nibbles.view(*packed.shape[:-1], 8, 32)
 
 
 def _q4_k(blocks: Tensor) -> Parts:
