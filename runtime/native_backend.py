@@ -228,7 +228,8 @@ def _decoder(
     lora: LoraLayers | None = None,
 ) -> Decoder:
     def loaded(done: int, total: int) -> None:
-        if source.spec is None:  # now, not at the end: else the peak includes what every layer in floats left behind
+        # Now, not at the end: else the peak includes what every layer in floats, or unpacked from blocks, left behind.
+        if source.spec is None or isinstance(source, GGUFFile):
             heap.release()
         if progress is not None:
             progress(done, total)
