@@ -81,8 +81,7 @@ def _q4_1(blocks: Tensor) -> Parts:
 
 
 def _q5_0(blocks: Tensor) -> Parts:
-    codes = _nibbles(blocks[..., 6:]) + _fifth(blocks[..., 2:6])
-    return _symmetric(codes + (128 - 16), _halves(blocks, 0))
+    return _symmetric(_nibbles(blocks[..., 6:]) + _fifth(blocks[..., 2:6]), _halves(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Parts:
@@ -135,11 +134,11 @@ _AFFINE = "hqq"
 KINDS = {
     GGMLQuantizationType.Q4_0: Blocks(WeightScheme(4, 32), _q4_0),
     GGMLQuantizationType.Q4_1: Blocks(WeightScheme(4, 32, symmetric=False, dtype=_AFFINE), _q4_1),
-    GGMLQuantizationType.Q5_0: Blocks(WeightScheme(8, 32), _q5_0),
+    GGMLQuantizationType.Q5_0: Blocks(WeightScheme(5, 32), _q5_0),
     GGMLQuantizationType.Q5_1: Blocks(WeightScheme(8, 32, symmetric=False, dtype=_AFFINE), _q5_1),
     GGMLQuantizationType.Q8_0: Blocks(WeightScheme(8, 32), _q8_0),
     GGMLQuantizationType.Q4_K: Blocks(WeightScheme(4, 32, symmetric=False, dtype=_AFFINE), _q4_k),
     GGMLQuantizationType.Q5_K: Blocks(WeightScheme(8, 32, symmetric=False, dtype=_AFFINE), _q5_k),
     GGMLQuantizationType.Q6_K: Blocks(WeightScheme(6, 16), _q6_k),
 }
-"""The kinds that kernels multiply as they are. Codes of five bits lie in eight."""
+"""The kinds that kernels multiply as they are. Codes of five bits with a minimum lie in eight."""

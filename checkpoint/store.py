@@ -15,7 +15,6 @@ from qserve.checkpoint.bucket import cached
 from qserve.checkpoint.card import QualityCard
 from qserve.checkpoint.demo import DEMOS, demo_path
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.source import open_model
 from qserve.checkpoint.summary import summarize
@@ -123,7 +122,7 @@ def _describe(path: Path, name: str) -> StoredModel:
         summary = summarize(source)
     except CheckpointError as error:
         return StoredModel(name, path, size, modified, problem=str(error))
-    format = "gguf" if isinstance(source, GGUFFile) else summary.format or "hf"
+    format = summary.format or "hf"
     problem = source.card_problem() if isinstance(source, HFDirectory) else None
     card = source.card if problem is None else None
     return StoredModel(name, path, size, modified, format, summary.bits_per_weight, card, problem)

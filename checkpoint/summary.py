@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, WeightScheme
 
@@ -76,6 +77,9 @@ class Summary:
 
 def summarize(source: ModelSource) -> Summary:
     """Raises ``CheckpointError`` where the model is damaged."""
+    format = None if source.format is None else source.format.name
+    if isinstance(source, GGUFFile):
+        source, format = source.packed(), "gguf"  # as an engine holds it
     linears = []
     for module in source.linears():
         assert source.spec is not None
@@ -90,7 +94,7 @@ def summarize(source: ModelSource) -> Summary:
         parameters=dense + sum(out * inp for _, out, inp, _ in linears),
         stored_bytes=source.stored_bytes(),
         linears=tuple(linears),
-        format=None if source.format is None else source.format.name,
+        format=format,
         symmetric_zeros=source.format is None or source.format.symmetric_zeros,
         activations=None if source.spec is None else source.spec.activations,
         float_inputs=0 if source.spec is None else len(source.spec.float_inputs),
