@@ -3,13 +3,15 @@
 OUT/w4 is a GPTQ checkpoint in groups of 64. OUT/Q4_0.gguf has the same weights, for llama.cpp: a group of 64 is two
 blocks of Q4_0 with the same scale. It is written where the ``gguf`` package is installed, but not of latent attention.
 Embeddings and head have 16 bits in the checkpoint and 8 bits in the file. The matrices of one size hold the same rows,
-turned further for each, so that a model of gigabytes is made in as long as it takes to write.
+turned further for each, so that a model of gigabytes is made in as long as it takes to write. ``gpt-oss-20b`` is
+OUT/w4 in OpenAI's own layout: experts in MXFP4, all else in bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -53,6 +56,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 4096, "hidden_size": 2048, "moe_intermediate_size": 1408, "intermediate_size": 10944,
         "tie_word_embeddings": False,
     },
+}  # fmt: skip
+
+
+GPT_OSS: dict[str, Any] = {
+    **COMMON, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "max_position_embeddings": 131072,
+    "num_hidden_layers": 4, "vocab_size": 4096, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
+    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True,
+    "swiglu_limit": 7.0, "rope_theta": 150000.0, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -156,11 +168,52 @@ def make(config: dict[str, Any], out: Path, file: Path | None = None) -> None:
             writer.commit(layer)
         writer.put_json("config.json", {**config, "quantization_config": FORM.config_of(spec)})
         writer.finish()
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(config["vocab_size"])}, unk_token="t0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0").save_pretrained(out)
+    save_tokenizer(out, config["vocab_size"])
     if gguf:
         gguf.finish()
+
+
+def save_tokenizer(out: Path, size: int) -> None:
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t0").save_pretrained(out)
+
+
+def make_gpt_oss(config: dict[str, Any], out: Path) -> None:
+    """The checkpoint ``out``; all layers have the same weights."""
+    torch.manual_seed(0)
+    width, experts, heads, dim = (config[key] for key in (
+        "hidden_size", "num_local_experts", "num_attention_heads", "head_dim"
+    ))  # fmt: skip
+    keys = config["num_key_value_heads"] * dim
+    layer = {"self_attn.sinks": torch.randn(heads).bfloat16()}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        layer[f"{name}.weight"] = torch.ones(width).bfloat16()
+    shapes = {"q_proj": (heads * dim, width), "k_proj": (keys, width), "v_proj": (keys, width),
+              "o_proj": (width, heads * dim)}  # fmt: skip
+    named = {f"self_attn.{name}": shape for name, shape in shapes.items()} | {"mlp.router": (experts, width)}
+    for name, (rows, columns) in named.items():
+        layer[f"{name}.weight"] = (torch.randn(rows, columns) / columns**0.5).bfloat16()
+        layer[f"{name}.bias"] = torch.zeros(rows).bfloat16()
+    for name, rows, columns in (("gate_up_proj", 2 * config["intermediate_size"], width),
+                                ("down_proj", width, config["intermediate_size"])):  # fmt: skip
+        layer[f"mlp.experts.{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16)).byte()
+        layer[f"mlp.experts.{name}_scales"] = torch.randint(118, 121, (experts, rows, columns // 32)).byte()
+        layer[f"mlp.experts.{name}_bias"] = torch.zeros(experts, rows).bfloat16()
+    tensors = {"model.norm.weight": torch.ones(width).bfloat16()}
+    for name in ("model.embed_tokens", "lm_head"):
+        tensors[f"{name}.weight"] = (torch.randn(config["vocab_size"], width) / width**0.5).bfloat16()
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model-ends.safetensors", {"format": "pt"})
+    index = dict.fromkeys(tensors, "model-ends.safetensors")
+    for i in range(config["num_hidden_layers"]):
+        file, part = f"model-{i}.safetensors", {f"model.layers.{i}.{name}": tensor for name, tensor in layer.items()}
+        save_file(part, out / file, {"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}), encoding="utf-8")
+    save_tokenizer(out, config["vocab_size"])
 
 
 class GGUF:
@@ -210,10 +263,12 @@ class GGUF:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=(*SHAPES, "gpt-oss-20b"))
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.shape == "gpt-oss-20b":
+        return make_gpt_oss(GPT_OSS, options.out / "w4")
     shape = SHAPES[options.shape]
     file = options.out / "Q4_0.gguf" if importlib.util.find_spec("gguf") and "kv_lora_rank" not in shape else None
     make(shape, options.out / "w4", file)
