@@ -119,11 +119,15 @@ def compare_checkpoints(
         require_one_setting([(name, card) for name, card in zip(names, cards)])
     elif against is not None and job is not None:
         source = steps.open_source(against, base=True)
+        all_of_them = (source, *models)
+        config = quality.eval_config(job.window, all_of_them, kernels=kernels, threads=threads)
+        base = quality.scorer(source, config, all_of_them)
         for model in models:
-            base, scorer = quality.scorers(source, model, job.window, kernels=kernels, threads=threads)
+            scorer = quality.scorer(model, config, all_of_them)
             with console.progress(model.name[:12]) as update:
                 cards.append(quality.measure(base, scorer, job, update).card)
-            del base, scorer
+            del scorer
+        del base
     found = []
     for name, model, card in zip(names, models, cards):
         rates = {}
