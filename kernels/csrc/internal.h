@@ -84,7 +84,7 @@ typedef struct {
     /* Rounds one row of the input: to codes for an integer product, to f32 [k] for a float product. */
     void (*quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums);
     void (*round_input)(const qs_linear *op, const float *x, float *rounded);
-    /* Tiles [tile, tile + tiles) of the product, rows [row, end); `unpacked` holds 4 tiles of u8 or f32. */
+    /* Tiles [tile, tile + tiles) of the product, rows [row, end); `unpacked` holds 4 tiles of u8, from e4m3 of f32. */
     void (*linear_int)(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                        uint8_t *unpacked);
     void (*linear_float)(const qs_linear *op, const float *x, int32_t row, int32_t end, int32_t tile, int32_t tiles,

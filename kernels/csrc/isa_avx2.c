@@ -169,9 +169,11 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         vf products[ROWS];
         UNROLL for (int m = 0; m < rows; m++)
             products[m] = _mm256_cvtepi32_ps(_mm256_load_si256((const __m256i *)(const void *)(dots[m] + 8 * v)));
-        add_scaled(at, products, sums, v, rows);
+        add_scaled(at, products, sums[0], QS_LANES, v, rows);
     }
 }
+
+#include "avx2_linear_int.h"
 
 #define KERNELS(INT) \
     { \
@@ -203,7 +205,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .delta = delta, \
     }
 
-const qs_kernels qs_kernels_avx2 = KERNELS(linear_int);
+const qs_kernels qs_kernels_avx2 = KERNELS(linear_many);
 #ifdef QS_VNNI
 const qs_kernels qs_kernels_vex = KERNELS(qs_vex_linear_int);
 const qs_kernels qs_kernels_evex = KERNELS(qs_evex_linear_int);

@@ -112,7 +112,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         vf products[ROWS];
         UNROLL for (int m = 0; m < rows; m++)
             products[m] = _mm256_cvtepi32_ps(dot[m][v]);
-        add_scaled(at, products, sums, v, rows);
+        add_scaled(at, products, sums[0], QS_LANES, v, rows);
     }
 }
 

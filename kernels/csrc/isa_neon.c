@@ -111,7 +111,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         vf products[ROWS];
         UNROLL for (int m = 0; m < rows; m++)
             products[m] = vcvtq_f32_s32(dot[m][part]);
-        add_scaled(at, products, sums, part, rows);
+        add_scaled(at, products, sums[0], QS_LANES, part, rows);
     }
 }
 

@@ -24,9 +24,9 @@ INLINE vf scale_part(const int_walk *at, const uint8_t *scales, int part)
     return load((const float *)(const void *)scales + LANES * part);
 }
 
-/* Adds the scaled products of codes, [rows] of part of a tile, to `sums`. A product is below 2^24 where a group has the
- * usual size: then it is exact, and what a zero point leaves of it is rounded once. */
-INLINE void add_scaled(const int_walk *at, vf *products, float sums[ROWS][QS_LANES], int part, const int rows)
+/* Adds the scaled products of codes, [rows] of part of a tile, to `sums`, whose rows lie `apart`. A product is below 2^24
+ * where a group has the usual size: then it is exact, and what a zero point leaves of it is rounded once. */
+INLINE void add_scaled(const int_walk *at, vf *products, float *sums, int64_t apart, int part, const int rows)
 {
     vf scale = scale_part(at, at->scales, part);
     if (at->zeros) {
@@ -35,8 +35,43 @@ INLINE void add_scaled(const int_walk *at, vf *products, float sums[ROWS][QS_LAN
             products[m] = fused(zero, all(-(float)at->x_sums[m * at->groups]), products[m]);
     }
     UNROLL for (int m = 0; m < rows; m++) {
-        float *sum = sums[m] + LANES * part;
+        float *sum = sums + m * apart + LANES * part;
         store(sum, fused(products[m] * scale, all(at->x_scales[m * at->groups]), load(sum)));
+    }
+}
+
+/* At input `first` of a tile, whose codes begin at `w`. */
+INLINE int_walk walk(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int32_t first,
+                     const uint8_t *w, int64_t ahead)
+{
+    int64_t groups = op->k / op->act_group, at = row * groups + first / op->act_group;
+    int64_t scales_at = ((int64_t)tile * (op->k / op->group) + first / op->group) * QS_LANES * qs_scale_bytes(op);
+    return (int_walk){
+        .x = acts->codes + (int64_t)row * op->k + first,
+        .x_sums = acts->sums + at,
+        .x_scales = acts->scales + at,
+        .w = w,
+        .scales = (const uint8_t *)op->scales + scales_at,
+        .zeros = op->zeros ? (const uint8_t *)op->zeros + scales_at : NULL,
+        .scale_dtype = op->scale_dtype,
+        .codebook = op->codebook,
+        .x_stride = op->k,
+        .groups = groups,
+        .ahead = ahead,
+    };
+}
+
+/* On to group g, whose codes begin `bytes` further. */
+INLINE void advance(const qs_linear *op, int_walk *at, int32_t g, int64_t bytes)
+{
+    at->x += op->act_group;
+    at->w += bytes;
+    at->x_sums++;
+    at->x_scales++;
+    if (g % (op->group / op->act_group) == 0) {
+        int64_t scale = QS_LANES * qs_scale_bytes(op);
+        at->scales += scale;
+        at->zeros = at->zeros ? at->zeros + scale : NULL;
     }
 }
 
@@ -48,39 +83,18 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
 INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int64_t ahead, const int rows,
                       const int u4)
 {
-    int32_t groups = op->k / op->act_group, per_scale = op->group / op->act_group;
-    int64_t scale = qs_scale_bytes(op), scales_at = (int64_t)tile * (op->k / op->group) * QS_LANES * scale;
+    const int32_t bytes = u4 ? 8 : 16; /* for each input */
     float sums[ROWS][QS_LANES] __attribute__((aligned(64)));
-    int_walk at = {
-        .x = acts->codes + (int64_t)row * op->k,
-        .x_sums = acts->sums + (int64_t)row * groups,
-        .x_scales = acts->scales + (int64_t)row * groups,
-        .w = (const uint8_t *)op->weight + (int64_t)tile * op->k * (u4 ? 8 : 16),
-        .scales = (const uint8_t *)op->scales + scales_at,
-        .zeros = op->zeros ? (const uint8_t *)op->zeros + scales_at : NULL,
-        .scale_dtype = op->scale_dtype,
-        .codebook = op->codebook,
-        .x_stride = op->k,
-        .groups = groups,
-        .ahead = ahead,
-    };
+    int_walk at = walk(op, acts, row, tile, 0, (const uint8_t *)op->weight + (int64_t)tile * op->k * bytes, ahead);
     memset(sums, 0, sizeof sums);
-    for (int32_t g = 1; g <= groups; g++) {
+    for (int32_t g = 1; g <= at.groups; g++) {
         int_group(&at, op->zero, op->act_group, sums, rows, u4);
-        at.x += op->act_group;
-        at.w += (int64_t)op->act_group * (u4 ? 8 : 16);
-        at.x_sums++;
-        at.x_scales++;
-        if (g % per_scale == 0) {
-            at.scales += QS_LANES * scale;
-            at.zeros = at.zeros ? at.zeros + QS_LANES * scale : NULL;
-        }
+        advance(op, &at, g, (int64_t)op->act_group * bytes);
     }
-    for (int m = 0; m < rows; m++) {
+    for (int m = 0; m < rows; m++)
         for (int i = 0; i < QS_LANES && op->row_scales; i += LANES)
             store(sums[m] + i, load(sums[m] + i) * load(op->row_scales + tile * QS_LANES + i));
-        store_tiles(op, sums[m], row + m, tile, 1);
-    }
+    store_block(op, sums[0], row, tile, rows, 1);
 }
 
 INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int64_t ahead,
@@ -94,12 +108,18 @@ INLINE void int_rows(const qs_linear *op, const qs_acts *acts, int32_t row, int3
         int_block(op, acts, row, tile, ahead, 1, u4);
 }
 
+/* Bytes from the weights being read to the next piece, which mostly goes to this thread too; 0 where that is far. */
+INLINE int64_t next_piece(const qs_linear *op, int32_t tiles)
+{
+    int64_t bytes = (int64_t)op->k * (op->dtype == QS_U4 ? 8 : 16) * tiles;
+    return bytes <= NEAR ? bytes : 0;
+}
+
 static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                        uint8_t *unpacked)
 {
     (void)unpacked;
-    int64_t ahead = (int64_t)op->k * (op->dtype == QS_U4 ? 8 : 16) * tiles;
-    ahead = ahead <= NEAR ? ahead : 0;
+    const int64_t ahead = next_piece(op, tiles);
     for (int32_t t = tile; t < tile + tiles; t++) {
         if (op->codebook && op->codebook_bytes == 2)
             int_rows(op, acts, row, end, t, ahead, BOOK16);

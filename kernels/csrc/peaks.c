@@ -52,12 +52,13 @@ static int64_t multiply(int64_t loops)
 /* Products of 32 nibbles and 32 bytes into eight independent 16-bit sums, so that none waits. */
 __attribute__((target("avx2"))) static int64_t multiply_pairs(int64_t loops)
 {
-    __m256i w = _mm256_set1_epi8(3), x = _mm256_set1_epi8(1), sums[8], product;
-    for (int i = 0; i < 8; i++)
-        sums[i] = w;
+#define PAIRS(sum) "vpmaddubsw %10, %9, %8\n\tvpaddw %8, %" #sum ", %" #sum "\n\t"
+    __m256i w = _mm256_set1_epi8(3), x = _mm256_set1_epi8(1), a = w, b = w, c = w, d = w, e = w, f = w, g = w, h = w, product;
     for (int64_t n = 0; n < loops; n++)
-        for (int i = 0; i < 8; i++)
-            __asm__ volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sums[i]), "=&x"(product) : "x"(w), "x"(x));
+        __asm__ volatile(PAIRS(0) PAIRS(1) PAIRS(2) PAIRS(3) PAIRS(4) PAIRS(5) PAIRS(6) PAIRS(7)
+                         : "+x"(a), "+x"(b), "+x"(c), "+x"(d), "+x"(e), "+x"(f), "+x"(g), "+x"(h), "=&x"(product)
+                         : "x"(w), "x"(x));
+#undef PAIRS
     return loops * 8 * 32;
 }
 #else

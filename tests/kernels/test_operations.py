@@ -203,8 +203,7 @@ def products(draw: st.DrawFn) -> Product:
     return Product(x, weight, bias, draw(st.booleans()))
 
 
-@holds(products(), st.integers(0, 1 << 20))
-def test_linear(case: Product, pick: int) -> None:
+def check_product(case: Product, row: int) -> None:
     want, magnitude = case.expected()
     finite = case.x.isfinite().all(-1)
     results = {isa: case.run(executor(isa)) for isa in native.available()}
@@ -217,10 +216,25 @@ def test_linear(case: Product, pick: int) -> None:
         error = (results[isa][finite] - results["scalar"][finite]).abs()
         assert (error <= SUM * magnitude[finite] + 1e-37).all()
     # A row of its own, on other threads, has the same bits.
-    row = pick % len(case.x)
     for isa, got in results.items():
         alone = case.run(executor(isa, 1), slice(row, row + 1))
         torch.testing.assert_close(alone[0], got[row], rtol=0, atol=0, equal_nan=True)
+
+
+@holds(products(), st.integers(0, 1 << 20))
+def test_linear(case: Product, pick: int) -> None:
+    check_product(case, pick % len(case.x))
+
+
+@pytest.mark.parametrize("scheme", [
+    WeightScheme(4, 64), WeightScheme(4, -1), WeightScheme(8, 32), WeightScheme(8, -1, False),
+    WeightScheme(4, 32, dtype="fp4"), WeightScheme(4, 64, False, "hqq"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("rows", [12, 50])
+def test_many_rows_of_many_inputs(scheme: WeightScheme, rows: int) -> None:
+    """Kernels cut both into pieces, the last of them shorter: rows into 48 at most, inputs into 768."""
+    x = torch.randn(rows, 1640, generator=torch.Generator().manual_seed(rows))
+    check_product(Product(x, make_weight(70, 1640, scheme, None, shuffled=False), None, False), rows - 1)
 
 
 @st.composite
