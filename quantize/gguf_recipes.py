@@ -67,7 +67,7 @@ RECIPES = {
     "Q6_K": Recipe("Q6_K"),
 }  # fmt: skip
 _NARROW = {"Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What takes the place of a type whose blocks do not fill a row, as at llama.cpp, where ``Q3_K`` has ``IQ4_NL``."""
+"""What takes the place of a type whose blocks do not fill a row, as at llama.cpp."""
 
 
 def schemes_of(

@@ -130,7 +130,7 @@ class QuantizeJob:
             raise UsageError(f"--effort best learns the rounding that error compensation began: use {compensating}")
 
     def _check_recipe(self) -> None:
-        if self.algorithm.name not in ("gptq", "rtn"):
+        if self.algorithm.search_scale is not None or not self.algorithm.symmetric:
             raise UsageError(f"--scheme {self.scheme} is for --method gptq or rtn, not {self.algorithm.name}")
         if self.head_bits or self.embedding_bits:
             raise UsageError(f"--scheme {self.scheme} chooses the types of embedding and head: leave out --embeddings "
@@ -145,7 +145,7 @@ class QuantizeJob:
     @property
     def algorithm(self) -> Method:
         """The row of ``method``, or of the usual method for the scheme."""
-        return usual_method("weights" if self.recipe else self.scheme) if self.method is None else METHODS[self.method]
+        return usual_method(self.scheme) if self.method is None else METHODS[self.method]
 
     @property
     def text(self) -> str | None:

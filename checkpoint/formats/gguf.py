@@ -21,6 +21,7 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats.format import Schemes, Shapes, bias_from, meta_of, method_of, names_from, require
 from qserve.checkpoint.gguf_blocks import block_type, pack_blocks
 from qserve.checkpoint.gguf_packed import KINDS, unpacked
+from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
@@ -28,18 +29,18 @@ _BLOCKS = "qblocks"
 
 
 def _kind_of(scheme: WeightScheme) -> GGMLQuantizationType:
+    """Unlike ``block_type`` none that holds more than ``scheme``: it would not come back as what it was."""
     for kind, blocks in KINDS.items():
         if blocks.scheme == scheme:
             return kind
-    raise UsageError(f"no block of llama.cpp's holds {scheme}; use --scheme Q4_K_M, or 4, 5 or 8 --bits with "
-                     "--group-size 32")  # fmt: skip
+    raise CheckpointError(f"no block of llama.cpp's holds {scheme}; use --scheme Q4_K_M, or 4, 5 or 8 --bits with "
+                          "--group-size 32")  # fmt: skip
 
 
 def _scheme_named(name: object) -> WeightScheme:
-    for kind, blocks in KINDS.items():
-        if kind.name == name:
-            return blocks.scheme
-    raise CheckpointError(f"GGUF configuration: the type {name!r} is not supported")
+    if not isinstance(name, str) or name not in GGUF_SCHEMES:
+        raise CheckpointError(f"GGUF configuration: the type {name!r} is not supported")
+    return GGUF_SCHEMES[name]
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,19 @@ class GGUFBlocks:
             try:
                 _kind_of(scheme)
                 block_type(scheme, shapes[module][1])
-            except (UsageError, CheckpointError) as error:
+            except CheckpointError as error:
                 return f"{module}: {error}"
         return None
 
     def config_of(self, spec: QuantSpec) -> dict[str, Any]:
+        try:
+            usual, types = _kind_of(spec.weights), {name: _kind_of(scheme) for name, scheme in spec.overrides.items()}
+        except CheckpointError as error:
+            raise UsageError(str(error)) from None
         return {
             "quant_method": self.name,
-            "type": _kind_of(spec.weights).name,
-            "types": {module: _kind_of(scheme).name for module, scheme in spec.overrides.items()},
+            "type": usual.name,
+            "types": {module: kind.name for module, kind in types.items()},
             "modules_to_not_convert": list(spec.ignored),
             "meta": meta_of(spec),
         }
@@ -82,7 +87,7 @@ class GGUFBlocks:
 
     def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The bias is stored as it is."""
-        _kind_of(weight.scheme)  # narrower numbers would come back as those of the blocks that hold them
+        _kind_of(weight.scheme)
         if weight.activations is not None:
             raise CheckpointError(f"GGUF blocks hold weights only, not inputs that are {weight.activations}")
         parts = {_BLOCKS: torch.from_numpy(pack_blocks(weight))}
