@@ -40,12 +40,10 @@ Rule = tuple[str, Layers, str]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The ``usual`` type, and ``rules`` of which the first that applies goes before it. An output layer, and an
-    embedding that is also one, has the type of ``head``."""
+    """The ``usual`` type, and ``rules`` of which the first that applies goes before it."""
 
     usual: str
     rules: tuple[Rule, ...] = ()
-    head: str = "Q6_K"
 
 
 def _everywhere(**types: str) -> tuple[Rule, ...]:
@@ -66,6 +64,8 @@ RECIPES = {
     "Q5_K_M": Recipe("Q5_K", (*_MORE, *_everywhere(attn_qkv="Q6_K"))),
     "Q6_K": Recipe("Q6_K"),
 }  # fmt: skip
+_OF_HEAD = "Q6_K"
+"""The type of an output layer, and of an embedding that is also one, in every recipe."""
 _NARROW = {"Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What takes the place of a type whose blocks do not fill a row, as at llama.cpp."""
 
@@ -107,5 +107,5 @@ def _place(stored: Stored) -> tuple[str, str]:
 
 def _type(recipe: Recipe, name: str, i: int, n: int, *, tied: bool) -> str:
     if name == _HEAD or (name == _EMBEDDING and tied):
-        return recipe.head
+        return _OF_HEAD
     return next((kind for tensor, layers, kind in recipe.rules if tensor == name and layers(i, n)), recipe.usual)

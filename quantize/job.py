@@ -71,6 +71,8 @@ class QuantizeJob:
 
     def __post_init__(self) -> None:
         self._check_choices()
+        if self.recipe is not None:
+            self._check_recipe()
         self._check_method()
         if self.mixed and self.scheme not in ("weights", "w8a8", "fp8"):
             raise UsageError("mixed precision is for --scheme weights, or w8a8 and fp8 and which layers keep 16 bits")
@@ -121,8 +123,6 @@ class QuantizeJob:
             raise UsageError(method.instead)
         if self.symmetric and not method.symmetric:
             raise UsageError(f"{method.name} finds zero points: use --asym with it")
-        if self.recipe is not None:
-            self._check_recipe()
         if self.effort == "best" and self.scheme != "weights":
             raise UsageError("--effort best is for weights alone: use it with --scheme weights")
         if self.effort == "best" and not method.compensates:

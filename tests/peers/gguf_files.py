@@ -2,11 +2,10 @@
 
 MODEL is quantized by llama.cpp with an importance matrix of TEXT and without one, and by qserve to files of the same
 size: in 4 bits beside Q4_0, in 5 bits beside Q4_K_M, and to the types of Q4_K_M. Divergence from MODEL is measured on
-TEST, and every file of
-qserve's is also judged by llama.cpp: its perplexity on the first windows, and its greedy tokens. With ``--rescale`` the
-channels of MODEL, a Llama, are first multiplied by random factors that leave its function as it was: numbers that
-were dequantized from blocks then lie on no grid that blocks can express. ENVIRONMENTS come from
-``python tests/environments.py peers DIR llama-cpp``. What is in DIR already is not made again.
+TEST, and every file of qserve's is also judged by llama.cpp: its perplexity on the first windows, and its greedy
+tokens. With ``--rescale`` the channels of MODEL, a Llama, are first multiplied by random factors that leave its
+function as it was: numbers that were dequantized from blocks then lie on no grid that blocks can express. ENVIRONMENTS
+come from ``python tests/environments.py peers DIR llama-cpp``. What is in DIR already is not made again.
 """
 
 from __future__ import annotations

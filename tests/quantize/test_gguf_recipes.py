@@ -39,7 +39,7 @@ def with_a_merge(model, out):
     """Files of llama.cpp's have merges of their tokenizer."""
     tokenizer = shutil.copytree(model, out) / "tokenizer.json"
     content = json.loads(tokenizer.read_text())
-    content["model"]["vocab"]["ab"] = 258
+    content["model"]["vocab"]["ab"] = content["model"]["vocab"].pop("~")
     content["model"]["merges"] = [["a", "b"]]
     tokenizer.write_text(json.dumps(content))
     return out
@@ -145,6 +145,19 @@ def test_a_model_is_written_as_it_was_measured(scheme, wide, tmp_path):
                LLM(str(tmp_path / name)).generate(list(range(40)), asked)[0].prompt_logprobs[1:]]
               for name in ("out", "m.gguf")]  # fmt: skip
     assert scores[0] == pytest.approx(scores[1], abs=0.05)  # the embedding is in bytes, or in floats
+
+
+def test_experts_lie_in_one_tensor(mixtral, tmp_path):
+    report = pipeline.run(HFDirectory(with_a_merge(mixtral, tmp_path / "model")), tmp_path / "out",
+                          QuantizeJob(**SMALL, scheme="Q4_K_M"))  # fmt: skip
+    assert "of 32 inputs are Q5_0 rather than Q4_K" in " ".join(report.notices)
+    source = HFDirectory(tmp_path / "out")
+    convert(source, tmp_path / "m.gguf", "gguf")
+    file = GGUFFile(tmp_path / "m.gguf")
+    kinds = {name: tensor.kind.name for name, tensor in file._tensors.items()}
+    assert [kinds[f"blk.{i}.ffn_down_exps.weight"] for i in range(2)] == ["Q5_0", "Q8_0"]
+    for module in source.linears():
+        assert torch.equal(file.tensor(f"{module}.weight"), source.linear(module).dequantize())
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
