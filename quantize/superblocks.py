@@ -31,8 +31,8 @@ def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Te
     """Scales of least error, the sum of importance * (w - dequantized w)**2, that ``scheme`` can store.
 
     ``weight`` float32 [out, in], ``importance`` float32 [in], non-negative -> scales float32 [out, groups], none of
-    them 0; and real zero points of that shape, or None where symmetric. ``in`` must be whole superblocks where
-    ``scheme`` has two levels; else scales and minima are float16 each.
+    them 0; and real zero points of that shape, or None where symmetric. Where ``scheme`` has two levels, ``in`` must be
+    whole superblocks; else it has real zero points, and scales and minima are float16 each.
     """
     out, inp = weight.shape
     groups = scheme.groups(inp)
@@ -63,8 +63,7 @@ class _Groups:
         scales, minima = self._alone()
         if not self.scheme.scale_bits:
             scales = scale_search.storable(scales)
-            codes = self._codes(scales, minima)
-            return scales, minima.half().float() if codes is None else self._minima(scales, codes).half().float()
+            return scales, self._minima(scales, self._codes(scales, minima)).half().float()
         codes = self._codes(scales, minima)
         cost = (codes.square() * self.importance).sum(2)
         d, whole = self._levels(scales, cost, signed=self.scheme.symmetric)
@@ -150,12 +149,13 @@ class _Groups:
         scales, minima = self._spread(d) * whole, self._spread(dmin) * lowest
         a = self._codes(scales, minima) * whole[..., None]
         b = lowest[..., None].expand(a.shape)
+
         def total(x: Tensor, y: Tensor) -> Tensor:
             return (x * y * self.importance).sum(2).view(*d.shape, -1).sum(2)
 
         aa, bb, ab, aw, bw = total(a, a), total(b, b), total(a, b), total(a, self.weight), total(b, self.weight)
         determinant = aa * bb - ab * ab
-        both = determinant > 1e-6 * aa * bb
+        both = determinant > 1e-6 * aa * bb  # never where symmetric: then ``b`` is 0
         first = torch.where(both, (bb * aw - ab * bw) / determinant.clamp(min=_TINY), aw / aa.clamp(min=_TINY))
         second = torch.where(both, (ab * aw - aa * bw) / determinant.clamp(min=_TINY), dmin)
         found = scale_search.storable(first), torch.where(both, scale_search.storable(second), dmin)

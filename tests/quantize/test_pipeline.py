@@ -887,7 +887,7 @@ def in_a_process(qwen2, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [dict(method="awq+gptq"), dict(target_bits=5.0), dict(effort="best"), dict(scheme="Q5_K_M")], ids=str
+    "options", [dict(method="awq+gptq"), dict(target_bits=5.0), dict(effort="best")], ids=str
 )
 def test_killed_at_any_moment_the_rerun_gives_the_same_bytes(options, in_a_process, tmp_path):
     made = tmp_path / "made"
