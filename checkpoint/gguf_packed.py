@@ -2,9 +2,9 @@
 
 Blocks of 32 numbers: a scale d in float16, or d and a minimum m, then the codes. ``Q4_0``, ``Q5_0`` and ``Q8_0`` are
 d * (code - middle), ``Q4_1`` and ``Q5_1`` are d * code + m. Blocks of 256, the K kinds, hold scales of their groups in
-few bits beside a d in float16: ``Q6_K`` is d * scale * (code - 32) in groups of 16; ``Q4_K`` and ``Q5_K`` are
-d * scale * code - dmin * min in groups of 32. Byte j of the nibbles of a block of 32 has the codes of numbers j and
-j + 16. The source is ggml's description of its own structures.
+few bits beside a d in float16: ``Q3_K`` is d * scale * (code - 4) and ``Q6_K`` d * scale * (code - 32) in groups of
+16; ``Q4_K`` and ``Q5_K`` are d * scale * code - dmin * min in groups of 32. Byte j of the nibbles of a block of 32 has
+the codes of numbers j and j + 16. The source is ggml's description of its own structures.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
 from qserve.checkpoint.spec import WeightScheme
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -130,15 +131,20 @@ def _q6_k(blocks: Tensor) -> Parts:
     return _symmetric(low + high, _halves(blocks, 208) * scales)
 
 
-_AFFINE = "hqq"
-KINDS = {
-    GGMLQuantizationType.Q4_0: Blocks(WeightScheme(4, 32), _q4_0),
-    GGMLQuantizationType.Q4_1: Blocks(WeightScheme(4, 32, symmetric=False, dtype=_AFFINE), _q4_1),
-    GGMLQuantizationType.Q5_0: Blocks(WeightScheme(5, 32), _q5_0),
-    GGMLQuantizationType.Q5_1: Blocks(WeightScheme(8, 32, symmetric=False, dtype=_AFFINE), _q5_1),
-    GGMLQuantizationType.Q8_0: Blocks(WeightScheme(8, 32), _q8_0),
-    GGMLQuantizationType.Q4_K: Blocks(WeightScheme(4, 32, symmetric=False, dtype=_AFFINE), _q4_k),
-    GGMLQuantizationType.Q5_K: Blocks(WeightScheme(8, 32, symmetric=False, dtype=_AFFINE), _q5_k),
-    GGMLQuantizationType.Q6_K: Blocks(WeightScheme(6, 16), _q6_k),
-}
-"""The kinds that kernels multiply as they are. Codes of five bits with a minimum lie in eight."""
+def _q3_k(blocks: Tensor) -> Parts:
+    """32 bytes of high bits, of which byte l has those of number l of each 32 numbers; 64 bytes of four times two low
+    bits; 12 bytes of scales of six bits, less 32: nibbles of two each, then four times two high bits."""
+    high = blocks[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    low = (blocks[..., 32:96].unflatten(-1, (2, 1, 32)) >> places & 3).flatten(-3, -2)
+    upper = (blocks[..., None, 104:108] >> places & 3).flatten(-2)
+    scales = (_nibbles(blocks[..., 96:104]) | upper << 4).float() - 32
+    return _symmetric(low + (high << 2), _halves(blocks, 108) * scales)
+
+
+_READ = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q3_K": _q3_k, "Q4_K": _q4_k,
+    "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip
+KINDS = {GGMLQuantizationType[name]: Blocks(GGUF_SCHEMES[name], read) for name, read in _READ.items()}
+"""The kinds that kernels multiply as they are."""

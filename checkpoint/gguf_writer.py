@@ -1,6 +1,7 @@
 """``write_gguf``: a model as one file of llama.cpp's format, with the very numbers that it has.
 
-Symmetric integers in groups become ``Q4_0``, ``Q5_0`` or ``Q8_0``, floats stay floats. The file is opened again before
+Symmetric integers in groups become ``Q4_0``, ``Q5_0`` or ``Q8_0``, what was quantized to llama.cpp's types keeps them,
+floats stay floats. The file is opened again before
 it is published: configuration and tokenizer must come back as they were.
 """
 
@@ -18,13 +19,14 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.files import sync, write_error
 from qserve.checkpoint.gguf import GGUFFile
-from qserve.checkpoint.gguf_blocks import BLOCK, block_bytes, block_type, pack_blocks
+from qserve.checkpoint.gguf_blocks import block_type, pack_blocks
 from qserve.checkpoint.gguf_metadata import check_read_back, metadata_of, writable
 from qserve.checkpoint.gguf_tensors import Stored, file_tensors
 from qserve.checkpoint.gguf_undo import (
@@ -50,8 +52,11 @@ _PLAIN = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.wei
 """Matrices that llama.cpp wants in float32, besides all vectors."""
 _WINDOWLESS = ("llama", "phi3")
 """Architectures of which llama.cpp attends to everything, seen in version 0.3.36 of llama-cpp-python."""
-_FILE_TYPES = {Kind.F32: 0, Kind.F16: 1, Kind.Q4_0: 2, Kind.Q8_0: 7, Kind.Q5_0: 8, Kind.BF16: 32}
-"""llama.cpp's numbers of what most of a file is stored in."""
+_FILE_TYPES = {
+    Kind.F32: 0, Kind.F16: 1, Kind.Q4_0: 2, Kind.Q4_1: 3, Kind.Q8_0: 7, Kind.Q5_0: 8, Kind.Q5_1: 9, Kind.Q3_K: 12,
+    Kind.Q4_K: 15, Kind.Q5_K: 17, Kind.Q6_K: 18, Kind.BF16: 32,
+}  # fmt: skip
+"""llama.cpp's numbers of what most of a file is stored in; of a K-quant the number of its recipe M."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class _Planned:
         elements = int(np.prod(self.shape))
         if self.kind in _DTYPES:
             return elements * _DTYPES[self.kind].itemsize
-        return elements // BLOCK * block_bytes(self.kind)
+        numbers, size = GGML_QUANT_SIZES[self.kind]
+        return elements // numbers * size
 
 
 def write_gguf(source: ModelSource, out: Path, *, overwrite: bool = False, progress: Progress | None = None

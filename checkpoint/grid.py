@@ -86,7 +86,7 @@ NF4 = _from_codebook("nf4", (
 _BNB_FP4 = (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
 BNB_FP4 = _from_codebook("bnb-fp4", (*_BNB_FP4, *(-number for number in _BNB_FP4)), unit=1 / 192)
 """bitsandbytes' own four bits of floating point, in float32: multiples of 1/192, in an order of their own."""
-AFFINE = Grid("hqq", (2, 3, 4, 8), zero_points=True, exact=True, largest=255.0, numbers=_whole, real_zeros=True)
+AFFINE = Grid("hqq", (2, 3, 4, 5, 8), zero_points=True, exact=True, largest=255.0, numbers=_whole, real_zeros=True)
 """Integers around a zero point that is a real number."""
 GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE)}
 _OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}

@@ -23,6 +23,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 # Experts of GPT-OSS: gate and up are one linear, its rows in turn. Other loaders know it by the stack of all experts.
 _JOINED_EXPERT = re.compile(r"\.experts\.\d+\.gate_up_proj")
 _UNSTACKED = "experts of this family are loaded from stacks of a layer, in 16 bits or MXFP4, not quantized one by one"
+_GGUF = "it has llama.cpp's blocks, of which qserve convert --format gguf makes a file"
 _SKIPPED = "experts of this family are not skipped where their linears are named one by one"
 
 
@@ -94,6 +95,8 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool) -> str | None
     """The limits of vLLM, which SGLang took over. ``small_inputs``: symmetric weights that Marlin cannot take run in a
     slower kernel."""
     kv_cache = case.spec.kv_cache
+    if case.format.name == "gguf":
+        return _GGUF
     if kv_cache is not None and kv_cache.dtype != "fp8":
         return "a KV cache in int8 is not supported, only in fp8"
     if kv_cache is not None and kv_cache.granularity != "tensor" and not heads_of_kv:
@@ -171,6 +174,8 @@ def _transformers(case: _Case) -> str | None:
     name = case.format.name
     for module in filter(_JOINED_EXPERT.search, case.schemes):
         return f"{module}: {_UNSTACKED}"
+    if name == "gguf":
+        return _GGUF
     if name == "compressed-tensors":
         return _transformers_compressed(case)
     if case.head_is_packed:

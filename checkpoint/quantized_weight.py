@@ -172,3 +172,11 @@ def take_rows(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
         zeros=None if weight.zeros is None else weight.zeros[rows],
         bias=None if weight.bias is None else weight.bias[rows],
     )
+
+
+def in_order(weight: QuantizedWeight) -> QuantizedWeight:
+    """``weight``, without its ``g_idx`` if that only names consecutive groups."""
+    if weight.g_idx is None:
+        return weight
+    plain = replace(weight, g_idx=None)
+    return plain if torch.equal(plain.group_of_input(), weight.group_of_input()) else weight

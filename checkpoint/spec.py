@@ -10,6 +10,9 @@ from typing import Literal
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.grid import INTEGERS, Grid, grid_named, input_grid
 
+SUPERBLOCK = 256
+"""Inputs that share the float16 of two-level scales."""
+
 
 @dataclass(frozen=True)
 class WeightScheme:
@@ -19,7 +22,10 @@ class WeightScheme:
     the usual group, (-1, 1) per channel, (-1, -1) per tensor, (128, 128) a block.
     ``dtype`` names the ``grid`` of its codes: ``int``, unsigned codes around a zero point, which is
     ``2 ** (bits - 1)`` where it is symmetric; ``fp8``, e4m3 numbers; ``fp4``, e2m1 numbers; ``hqq``, unsigned codes
-    around a zero point that is a real number. Raises ``UsageError`` for what is not known.
+    around a zero point that is a real number.
+    ``scale_bits`` are those of two-level scales: each is an integer of so many bits, times a float16 that
+    ``SUPERBLOCK`` inputs share. What a real zero point takes away, the minimum, is stored likewise. 0: each scale is
+    a number of its own. Raises ``UsageError`` for what is not known.
     """
 
     bits: int
@@ -27,6 +33,7 @@ class WeightScheme:
     symmetric: bool = True
     dtype: str = "int"
     rows: int = 1
+    scale_bits: int = 0
 
     def __post_init__(self) -> None:
         grid = self.grid
@@ -41,6 +48,8 @@ class WeightScheme:
             raise UsageError(f"group size must be -1 or a multiple of 8, not {self.group_size}")
         if self.rows != -1 and self.rows < 1:
             raise UsageError(f"rows that share a scale must be -1 or at least 1, not {self.rows}")
+        if self.scale_bits and (SUPERBLOCK % self.group_size or self.rows != 1 or self.group_size < 1):
+            raise UsageError(f"two-level scales need groups that divide {SUPERBLOCK} inputs, of one output each")
 
     @property
     def grid(self) -> Grid:
@@ -71,14 +80,21 @@ class WeightScheme:
         """Bits of a weight [out, in] in a packed format: codes, scales and packed zero points. Zero points that
         are all the same count only where the format has ``symmetric_zeros``."""
         blocks = self.groups(in_features) * -(-out_features // self.row_height(out_features))
-        size = 16 if self.grid.real_zeros else self.bits
-        zero_bits = size if self.grid.zero_points and (symmetric_zeros or not self.symmetric) else 0
-        return out_features * in_features * self.bits + blocks * (self.grid.scale_bits + zero_bits)
+        scale_bits = blocks * (self.scale_bits or self.grid.scale_bits)
+        if self.scale_bits:
+            scale_bits += out_features * -(-in_features // SUPERBLOCK) * 16
+        zero_bits = 0
+        if self.grid.zero_points and (symmetric_zeros or not self.symmetric):
+            zero_bits = scale_bits if self.grid.real_zeros else blocks * self.bits
+        return out_features * in_features * self.bits + scale_bits + zero_bits
 
     def __str__(self) -> str:
-        """For people: ``4 bit g64 symmetric``, ``fp8 per channel``."""
+        """For people: ``4 bit g64 symmetric``, ``fp8 per channel``, ``6 bit g16 symmetric (8-bit scales)``."""
         shared = {(-1, 1): "per channel", (-1, -1): "per tensor"}.get((self.group_size, self.rows))
         shared = shared or (f"g{self.group_size}" if self.rows == 1 else f"{self.rows}x{self.group_size} blocks")
+        if self.scale_bits:
+            kind = "symmetric" if self.symmetric else "asymmetric"
+            return f"{self.bits} bit {shared} {kind} ({self.scale_bits}-bit scales)"
         if self.grid is not INTEGERS:
             return f"{self.bits} bit {shared} {self.dtype}" if self.grid.real_zeros else f"{self.dtype} {shared}"
         return f"{self.bits} bit {shared} {'symmetric' if self.symmetric else 'asymmetric'}"

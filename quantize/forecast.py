@@ -126,6 +126,9 @@ def forecast(
     passes = fitted.PASSES.value * outputs / weights
     seconds = products * (fitted.OVERHEAD.value / speed.products + passes / speed.passes)
     seconds += (job.algorithm.cost * rounded + _compensating_products(job, shapes)) / speed.float32
+    searched = [size for module, size in shapes.of(spec).items()
+                if (scheme := spec.scheme_of(module)) is not None and scheme.scale_bits]  # fmt: skip
+    seconds += fitted.SUPERBLOCK_SEARCH.value * sum(map(math.prod, searched)) / speed.float32
     if job.text == SELF:  # the model runs to write every second window
         peak = max(peak, rss + writing_bytes(skeleton.source, job.sequence_length))
         written = (job.samples + 1) // 2 * job.sequence_length

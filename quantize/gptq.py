@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import AFFINE, E4M3, INTEGERS
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
 from qserve.quantize import fp8, rtn
@@ -33,8 +33,8 @@ def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_ord
     ``act_order`` rounds the inputs of greatest activation first. Groups remain the consecutive inputs of the
     checkpoint and their scales are fixed beforehand, so nothing about the order needs to be stored. Without it
     a group's scales are chosen when its turn comes, on weights that already make up for earlier errors.
-    Either way they minimize the error weighted by the Hessian's diagonal. Scales of e4m3 weights are always fixed
-    beforehand, as several outputs may share one.
+    Either way they minimize the error weighted by the Hessian's diagonal. Scales of e4m3 weights, of two levels and
+    with real zero points are always fixed beforehand, as several outputs or groups may share one.
 
     Correlations of inputs are lowered, the more the fewer tokens were seen, as for any covariance estimated from few
     samples (shrinkage towards the diagonal: Ledoit and Wolf, 2004; Schaefer and Strimmer, 2005). Without any
@@ -95,19 +95,22 @@ def _rounded(
     inverse: Inverse, upper: Tensor, weight: Tensor, diagonal: Tensor, scheme: WeightScheme
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes uint8 [out, in], scales and zeros float32 [out, groups]."""
-    if scheme.grid not in (INTEGERS, E4M3):
+    if scheme.grid not in (INTEGERS, AFFINE, E4M3):
         raise ValueError(f"GPTQ rounds to integers or e4m3 numbers, not to {scheme}")
-    scales, zeros = None, None
     if scheme.grid is E4M3:
         scales = fp8.search(weight, diagonal, scheme)
-    elif inverse.act_order:
-        scales, zeros = scale_search.search_groups(weight, diagonal, scheme)
-    if scales is not None and scheme.grid is INTEGERS and native.missing() is None:
+        return sweep_with_torch(weight, diagonal, scheme, inverse.order, upper, scales)
+    if not (inverse.act_order or scheme.scale_bits or scheme.grid.real_zeros):
+        return sweep_with_torch(weight, diagonal, scheme, inverse.order, upper)
+    scales, zeros = rtn.group_scales(weight, diagonal, scheme)
+    raised, whole = rtn.above_minima(weight, scales, zeros, scheme)
+    if native.missing() is None:
         codes = rounding.sweep(
-            weight.contiguous(), upper, inverse.order, scales, zeros, zero=scheme.zero, max_code=scheme.max_code
+            raised.contiguous(), upper, inverse.order, scales, whole, zero=scheme.zero, max_code=scheme.max_code
         )
-        return codes, scales, zeros
-    return sweep_with_torch(weight, diagonal, scheme, inverse.order, upper, scales, zeros)
+    else:
+        codes, _, _ = sweep_with_torch(raised, diagonal, scheme, inverse.order, upper, scales, whole)
+    return codes, scales, zeros
 
 
 def sweep_with_torch(

@@ -7,10 +7,12 @@ from typing import Literal
 
 from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import UsageError
+from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, WeightScheme
+from qserve.quantize.gguf_recipes import RECIPES, Recipe
 from qserve.quantize.methods import METHODS, Method, usual_method
 
-SCHEMES = ("weights", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block")
+SCHEMES = ("weights", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block", *RECIPES)
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class QuantizeJob:
     scheme           weights: integers of ``bits`` in groups; w8a8: int8 weights per channel, int8 inputs per token;
                      fp8: e4m3 weights per channel, inputs per token; fp8-tensor: one scale for each, inputs dynamic;
                      fp8-static: the same with calibrated input scales; fp8-block: weights in blocks of 128 x 128,
-                     inputs in groups of 128
+                     inputs in groups of 128; Q4_K_M and the other ``RECIPES``: llama.cpp's types of these names, in
+                     the format gguf, which also choose what embedding and head have
     method           a name in ``METHODS``; None takes the one usual for the scheme
     effort           of error compensation: fast rounds each layer for the inputs it gets; normal also follows the
                      float model and makes up for what earlier layers lost; best learns the rounding after that
@@ -42,7 +45,7 @@ class QuantizeJob:
     Raises ``UsageError`` for values that contradict each other.
     """
 
-    scheme: Literal["weights", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block"] = "weights"
+    scheme: str = "weights"
     bits: int = 4
     group_size: int = 64
     symmetric: bool = True
@@ -68,6 +71,8 @@ class QuantizeJob:
 
     def __post_init__(self) -> None:
         self._check_choices()
+        if self.recipe is not None:
+            self._check_recipe()
         self._check_method()
         if self.mixed and self.scheme not in ("weights", "w8a8", "fp8"):
             raise UsageError("mixed precision is for --scheme weights, or w8a8 and fp8 and which layers keep 16 bits")
@@ -124,6 +129,19 @@ class QuantizeJob:
             compensating = " or ".join(f"--method {each.name}" for each in METHODS.values() if each.compensates)
             raise UsageError(f"--effort best learns the rounding that error compensation began: use {compensating}")
 
+    def _check_recipe(self) -> None:
+        if self.algorithm.search_scale is not None or not self.algorithm.symmetric:
+            raise UsageError(f"--scheme {self.scheme} is for --method gptq or rtn, not {self.algorithm.name}")
+        if self.head_bits or self.embedding_bits:
+            raise UsageError(f"--scheme {self.scheme} chooses the types of embedding and head: leave out --embeddings "
+                             "and --head")  # fmt: skip
+        if self.format not in ("auto", "gguf"):
+            raise UsageError(f"--scheme {self.scheme} is written in the format gguf, not {self.format}")
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return RECIPES.get(self.scheme)
+
     @property
     def algorithm(self) -> Method:
         """The row of ``method``, or of the usual method for the scheme."""
@@ -142,6 +160,8 @@ class QuantizeJob:
     @property
     def weights(self) -> WeightScheme:
         """The scheme of the linears inside the blocks, unless another is chosen for one."""
+        if self.recipe is not None:
+            return GGUF_SCHEMES[self.recipe.usual]
         match self.scheme:
             case "weights":
                 return WeightScheme(self.bits, self.group_size, self.symmetric)
@@ -155,6 +175,8 @@ class QuantizeJob:
 
     @property
     def activations(self) -> ActivationScheme | None:
+        if self.recipe is not None:
+            return None
         match self.scheme:
             case "weights":
                 return None

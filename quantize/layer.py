@@ -74,11 +74,12 @@ class LayerResult:
 
 def quantized_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme) -> QuantizedWeight:
     """float codes [out, in], scales and zeros [out, groups] -> QuantizedWeight with consecutive groups."""
+    real = scheme.grid.real_zeros
     return QuantizedWeight(
         scheme=scheme,
         stored=codes.to(torch.uint8).contiguous(),
         scales=scales.contiguous(),
-        zeros=None if zeros is None else zeros.to(torch.uint8).contiguous(),
+        zeros=None if zeros is None else zeros.to(torch.float32 if real else torch.uint8).contiguous(),
     )
 
 

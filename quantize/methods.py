@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from qserve.quantize.fitted import SCALE_SEARCH
+from qserve.quantize.gguf_recipes import RECIPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,7 +160,7 @@ METHODS: dict[str, Method] = {
             "gptq",
             help="later weights make up for the errors of earlier ones",
             quantize=_gptq,
-            usual_for=("weights",),
+            usual_for=("weights", *RECIPES),
             hessian=True,
             compensates=True,
         ),

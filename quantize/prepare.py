@@ -18,6 +18,8 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.formats import default_format, format_named
 from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.gguf_metadata import writable
+from qserve.checkpoint.gguf_tensors import file_tensors
 from qserve.checkpoint.grid import E2M1, E4M3, GRIDS, INTEGERS
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
 from qserve.checkpoint.source import ModelSource, dense_linears
@@ -25,6 +27,7 @@ from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.stacked_experts import one_by_one
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
+from qserve.quantize.gguf_recipes import Recipe, schemes_of
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed.units import Offered, of_experts, offered
 from qserve.quantize.schemes import Shapes, assign
@@ -121,7 +124,11 @@ def arrange(
 ) -> Preparation:
     """Plan, format, verdicts and forecast; ``chosen`` is what mixed precision decided. Raises ``UsageError``."""
     shapes = _shapes(skeleton, job)
+    deviations: tuple[str, ...] = ()
+    if job.recipe is not None:
+        chosen, deviations = _by_recipe(job.recipe, skeleton.source, shapes)
     spec, notices = assign(job, shapes, chosen)
+    notices += deviations
     format = _format(spec, skeleton, shapes, job)
     judged = judge(spec, skeleton, shapes, job.loaders, format)
     for verdict in judged:
@@ -145,6 +152,16 @@ def arrange(
         needed = distillation_bytes(job, skeleton) / 2**20
         notices += (f"scales will not be tuned end to end: the whole model would take {needed:,.0f} MiB",)
     return Preparation(skeleton, job, shapes, spec, format, notices, judged, expected, dtype, choices)
+
+
+def _by_recipe(
+    recipe: Recipe, source: ModelSource, shapes: Shapes
+) -> tuple[dict[str, WeightScheme | None], tuple[str, ...]]:
+    """``schemes_of`` for the linears, the embedding, and an output layer of its own."""
+    writable(source.config, source.name)
+    outer = (shapes.embedding,) if shapes.tied else (shapes.embedding, "lm_head")
+    every = {**shapes.linears, **dict.fromkeys(outer, shapes.embedding_shape)}
+    return schemes_of(recipe, file_tensors(source.config, source.has), every)
 
 
 def _format(spec: QuantSpec, skeleton: Skeleton, shapes: Shapes, job: QuantizeJob) -> Format:

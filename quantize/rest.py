@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
 from qserve.checkpoint.stacked_experts import stack, together
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.quantize import rtn
@@ -73,8 +73,7 @@ def _round(
         slices.append(rtn.nearest(part, counts, scheme))
         error += float((slices[-1].dequantize() - part).square_().matmul(counts).double().sum())
         energy += float(part.square().matmul(counts).double().sum())
-    codes, scales = (torch.cat([getattr(part, name) for part in slices]) for name in ("codes", "scales"))
-    return QuantizedWeight(scheme, codes, scales), LayerReport(module, scheme, error / energy)
+    return concat_rows(slices), LayerReport(module, scheme, error / energy)
 
 
 def _write_configuration(prepared: Preparation, writer: CheckpointWriter) -> None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import AFFINE, E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize import fp8
+from qserve.quantize import fp8, superblocks
 from qserve.quantize import scales as scale_search
 from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 
@@ -34,11 +34,31 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
     that share a scale among outputs."""
     if scheme.grid is E4M3:
         return fp8.nearest(weight, importance, scheme)
-    if scheme.grid is not INTEGERS or scheme.rows != 1:
+    if scheme.grid not in (INTEGERS, AFFINE) or scheme.rows != 1:
         raise ValueError(f"rounding needs e4m3 numbers, or integers with scales for each output, not {scheme}")
     out, inp = weight.shape
     width = scheme.group_width(inp)
-    scales, zeros = scale_search.search_groups(weight, importance, scheme)
-    offset: Tensor | float = float(scheme.zero) if zeros is None else zeros[..., None]
-    codes = scale_search.encode(weight.reshape(out, -1, width), scales[..., None], offset, scheme.max_code)
+    scales, zeros = group_scales(weight, importance, scheme)
+    raised, whole = above_minima(weight, scales, zeros, scheme)
+    offset: Tensor | float = float(scheme.zero) if whole is None else whole[..., None]
+    codes = scale_search.encode(raised.reshape(out, -1, width), scales[..., None], offset, scheme.max_code)
     return quantized_weight(codes.reshape(out, inp), scales, zeros, scheme)
+
+
+def group_scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
+    """The scales and zero points float32 [out, groups] of least squared error that ``scheme`` can store; arguments as
+    those of ``nearest``."""
+    if scheme.scale_bits or scheme.grid.real_zeros:
+        return superblocks.search(weight, importance, scheme)
+    return scale_search.search_groups(weight, importance, scheme)
+
+
+def above_minima(
+    weight: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme
+) -> tuple[Tensor, Tensor | None]:
+    """A weight and whole zero points that have the codes of ``weight`` with real ``zeros``: those become 0, and each
+    group is raised by its minimum, which changes no error of rounding. Both unchanged where zero points are whole."""
+    if zeros is None or not scheme.grid.real_zeros:
+        return weight, zeros
+    raised = weight + (scales * zeros).repeat_interleave(scheme.group_width(weight.shape[1]), 1)
+    return raised, torch.zeros_like(zeros)

@@ -16,7 +16,7 @@ from qserve.kernels.threads import torch_threads
 _CHUNK = 1 << 16
 # Four times as many steps gain under 1 % of the error at 4 bits.
 _STEPS = 14
-_SMALLEST, _LARGEST = 2.0**-24, 65504.0
+SMALLEST, _LARGEST = 2.0**-24, 65504.0
 
 
 def minmax(weight: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
@@ -88,7 +88,7 @@ def search_with_torch(
 def storable(scales: Tensor) -> Tensor:
     """float32 with float16 values, never zero or infinite, with the same sign."""
     sign = torch.where(scales < 0, -1.0, 1.0)
-    return sign * scales.abs().clamp(_SMALLEST, _LARGEST).to(torch.float16).to(torch.float32)
+    return sign * scales.abs().clamp(SMALLEST, _LARGEST).to(torch.float16).to(torch.float32)
 
 
 def zero_points(low: Tensor, scales: Tensor, scheme: WeightScheme) -> Tensor:
@@ -116,7 +116,7 @@ def _shares(scheme: WeightScheme) -> list[float]:
 
 def _symmetric(weight: Tensor, importance: Tensor, start: Tensor, scheme: WeightScheme) -> Tensor:
     half = scheme.zero
-    magnitude = weight.abs().amax(dim=1, keepdim=True).clamp_(min=_SMALLEST)
+    magnitude = weight.abs().amax(dim=1, keepdim=True).clamp_(min=SMALLEST)
     weighted = importance * weight
     best = torch.full_like(start, -1.0)
     scales = start.clone()
@@ -158,7 +158,7 @@ def _asymmetric(
     scales, zeros = start.clone(), start_zeros.clone()
     codes, rounded, product = (torch.empty_like(weight) for _ in range(3))
     for share in _shares(scheme):
-        candidate = ((high - low) * (share / scheme.max_code)).clamp_(min=_SMALLEST)
+        candidate = ((high - low) * (share / scheme.max_code)).clamp_(min=SMALLEST)
         middle = zero_points(low * share, candidate, scheme)
         torch.div(weight, candidate[:, None], out=rounded)
         rounded.round_()

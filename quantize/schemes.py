@@ -42,8 +42,8 @@ class Shapes:
 def assign(
     job: QuantizeJob, shapes: Shapes, chosen: Mapping[str, WeightScheme | None] | None = None
 ) -> tuple[QuantSpec, tuple[str, ...]]:
-    """The specification for ``shapes``, and a line for each deviation. ``chosen`` is what mixed precision decided,
-    with None for linears that it keeps in 16-bit floats.
+    """The specification for ``shapes``, and a line for each deviation. ``chosen`` is what mixed precision or a recipe
+    decided, with None for linears that it keeps in 16-bit floats; a recipe decides on embedding and head, too.
 
     Raises ``UsageError`` where nothing would be quantized.
     """
@@ -59,7 +59,8 @@ def assign(
         if wanted is None or module in shapes.as_stored:
             ignored.append(module)
             continue
-        unit = word_values(wanted) if job.activations is None else 1  # int8 inputs need whole bytes only
+        # Blocks, and weights with int8 inputs, need whole bytes only.
+        unit = word_values(wanted) if job.activations is None and job.recipe is None else 1
         if out % unit or inp % unit:
             ignored.append(module)
             skipped[out, inp] = skipped.get((out, inp), 0) + 1
@@ -92,11 +93,13 @@ def assign(
     for module, bits in outer.items():
         if bits:
             overrides[module] = WeightScheme(bits, group_size_for(shapes.embedding_shape[1], outer_size))
-    if not job.head_bits:
+    if job.recipe is not None and chosen is not None:
+        overrides |= {module: blocks for module in outer if (blocks := chosen.get(module)) is not None}
+    if "lm_head" not in overrides:
         ignored.insert(0, "lm_head")
         if job.embedding_bits and shapes.tied:
             notices.append(f"the output head is the embedding, which is stored in {job.embedding_bits} bits")
-        elif shapes.tied:
+        elif shapes.tied and shapes.embedding not in overrides:
             notices.append("the output head is the embedding, which keeps its precision")
     elif shapes.tied:
         twice = job.head_bits == job.embedding_bits
@@ -112,7 +115,7 @@ def assign(
         overrides=overrides,
         ignored=(*ignored, *shapes.kept),
         float_inputs=(
-            *(module for module, bits in outer.items() if bits),
+            *(module for module in outer if module in overrides),
             *(module for module, stored in shapes.as_stored.items() if stored is not None),
         ),
     )

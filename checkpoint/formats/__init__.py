@@ -14,6 +14,7 @@ from qserve.checkpoint.formats.bitsandbytes import BitsAndBytes
 from qserve.checkpoint.formats.compressed_tensors import CompressedTensors
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.formats.fp8 import FP8
+from qserve.checkpoint.formats.gguf import GGUFBlocks
 from qserve.checkpoint.formats.gptq import GPTQ
 from qserve.checkpoint.formats.hqq import HQQ
 from qserve.checkpoint.formats.modelopt import ModelOpt
@@ -21,11 +22,11 @@ from qserve.checkpoint.formats.mxfp4 import MXFP4
 from qserve.checkpoint.formats.quark import Quark
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 
-GPTQ_V1, GPTQ_V2, COMPRESSED_TENSORS = GPTQ("gptq"), GPTQ("gptq_v2"), CompressedTensors()
+GPTQ_V1, GPTQ_V2, COMPRESSED_TENSORS, GGUF = GPTQ("gptq"), GPTQ("gptq_v2"), CompressedTensors(), GGUFBlocks()
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        GPTQ_V1, GPTQ_V2, AWQ(), COMPRESSED_TENSORS, FP8(), MXFP4(), BitsAndBytes(), HQQ(), ModelOpt(), Quark()
+        GPTQ_V1, GPTQ_V2, AWQ(), COMPRESSED_TENSORS, FP8(), GGUF, MXFP4(), BitsAndBytes(), HQQ(), ModelOpt(), Quark()
     )
 }
 
@@ -55,6 +56,8 @@ def format_of(config: Mapping[str, Any]) -> Format:
 
 def default_format(spec: QuantSpec) -> Format:
     """The format where none was asked for: GPTQ, which most loaders read, if it can express ``spec``."""
+    if any(scheme.scale_bits or scheme.grid.real_zeros for scheme in _schemes(spec).values()):
+        return GGUF
     if GPTQ_V1.limit(spec, schemes := _schemes(spec), shapes := dict.fromkeys(schemes, (32, 32))) is None:
         return GPTQ_V1
     if spec.act_order and GPTQ_V2.limit(spec, schemes, shapes) is None:

@@ -34,7 +34,6 @@ from qserve.checkpoint.formats.format import (
     Schemes,
     Shapes,
     bias_from,
-    in_order,
     is_embedding,
     narrowest,
     one_number,
@@ -44,7 +43,7 @@ from qserve.checkpoint.formats.format import (
 from qserve.checkpoint.formats.mxfp4 import read_e2m1, read_e8m0, write_e2m1, write_e8m0
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
 from qserve.checkpoint.packed_codes import PackedCodes
-from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight, in_order
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.words import pack_words, unpack_words, words_for
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -178,11 +177,3 @@ def narrowest(tensor: Tensor) -> Tensor:
         if torch.equal(narrow.to(torch.float32), tensor):
             return narrow
     return tensor
-
-
-def in_order(weight: QuantizedWeight) -> QuantizedWeight:
-    """``weight``, without its ``g_idx`` if that only names consecutive groups."""
-    if weight.g_idx is None:
-        return weight
-    plain = replace(weight, g_idx=None)
-    return plain if torch.equal(plain.group_of_input(), weight.group_of_input()) else weight

@@ -26,7 +26,6 @@ from qserve.checkpoint.formats.format import (
     Shapes,
     bias_from,
     half,
-    in_order,
     is_embedding,
     meta_of,
     method_of,
@@ -36,7 +35,7 @@ from qserve.checkpoint.formats.format import (
 )
 from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.packed_codes import PackedCodes
-from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.quantized_weight import QuantizedWeight, in_order
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.words import pack_words, period, unpack_words
 

@@ -111,14 +111,14 @@ def quantize(
         raise UsageError("--minimize size needs the divergence that is allowed: --max-kl")
     wanted = gates(max_kl, max_ppl_increase, min_top1)
     job = QuantizeJob(
-        scheme=scheme,  # type: ignore[arg-type]  # checked by the job itself, as are the others
+        scheme=scheme,
         bits=bits,
         group_size=group_size,
         symmetric=sym,
         head_bits=head,
         embedding_bits=embeddings,
         keep_experts=keep_experts,
-        kv_cache=None if kv_cache == "none" else kv_cache,  # type: ignore[arg-type]
+        kv_cache=None if kv_cache == "none" else kv_cache,  # type: ignore[arg-type]  # checked by the job, as are others
         kv_granularity=kv_scales,  # type: ignore[arg-type]
         method=None if method == "auto" else method,
         effort=effort,  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from qserve.commands.options import needs_plots
+from qserve.quantize.gguf_recipes import RECIPES
 from qserve.quantize.methods import METHODS
 
 Scheme = Annotated[
@@ -15,7 +16,7 @@ Scheme = Annotated[
     typer.Option(
         help="Which numbers. weights: integers of --bits, inputs stay floats. w8a8: int8 weights and inputs. fp8: "
         "e4m3 per channel and per token; fp8-tensor: one scale each; fp8-static: the same with calibrated input "
-        "scales; fp8-block: blocks of 128 x 128."
+        "scales; fp8-block: blocks of 128 x 128. For llama.cpp, its own types: " + ", ".join(RECIPES) + "."
     ),
 ]
 Bits = Annotated[
@@ -109,8 +110,9 @@ Minimize = Annotated[
 CheckpointFormat = Annotated[
     str,
     typer.Option(
-        help="gptq, gptq_v2, awq, compressed-tensors or fp8; auto takes the one most loaders read, and for mixed "
-        "precision compressed-tensors, which stores no zero points that are all alike."
+        help="gptq, gptq_v2, awq, compressed-tensors, fp8 or gguf (llama.cpp's blocks, of which qserve convert makes a "
+        "file); auto takes the one most loaders read, and for mixed precision compressed-tensors, which stores no zero "
+        "points that are all alike."
     ),
 ]
 Calibration = Annotated[

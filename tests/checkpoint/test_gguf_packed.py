@@ -18,7 +18,9 @@ from qserve.checkpoint.spec import WeightScheme
 
 from .test_gguf import random_model, save_gguf
 
-HALVES = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.Q4_1: (0, 2), Kind.Q5_1: (0, 2)}
+HALVES = {
+    Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.Q4_1: (0, 2), Kind.Q5_1: (0, 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

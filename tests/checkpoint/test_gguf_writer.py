@@ -24,6 +24,7 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.gguf_blocks import pack_blocks
+from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
 from qserve.checkpoint.gguf_tensors import Stored
 from qserve.checkpoint.gguf_tokenizer import tokenizer_of
 from qserve.checkpoint.gguf_undo import untiled_columns
@@ -170,9 +171,10 @@ def test_packed_linears_keep_their_numbers(case: str, bits: int, tmp_path: Path,
 
 
 def test_types_of_files_are_those_of_llama_cpp() -> None:
-    assert _FILE_TYPES.keys() == {Kind.F32, Kind.F16, Kind.BF16, *(kind for _, kind in BLOCKS)}
+    assert _FILE_TYPES.keys() == {Kind.F32, Kind.F16, Kind.BF16, *(Kind[name] for name in GGUF_SCHEMES)}
     for kind, number in _FILE_TYPES.items():
-        assert LlamaFileType(number).name == f"{'ALL' if kind is Kind.F32 else 'MOSTLY'}_{kind.name}"
+        recipe = "_M" if kind in (Kind.Q3_K, Kind.Q4_K, Kind.Q5_K) else ""
+        assert LlamaFileType(number).name == f"{'ALL' if kind is Kind.F32 else 'MOSTLY'}_{kind.name}{recipe}"
 
 
 def test_types_differ_by_tensor_but_not_among_experts(tmp_path: Path, random_weight: Any) -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from qserve.checkpoint.grid import AFFINE
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
@@ -65,7 +66,7 @@ FP8 = st.sampled_from([WeightScheme(8, -1, dtype="fp8"), WeightScheme(8, -1, dty
 FP4 = st.builds(WeightScheme, st.just(4), st.sampled_from([-1, 8, 16, 32, 64]), dtype=st.just("fp4"))
 NF4 = st.builds(WeightScheme, st.just(4), st.sampled_from([-1, 8, 24, 64]), dtype=st.sampled_from(["nf4", "bnb-fp4"]))
 HQQ = st.builds(
-    WeightScheme, st.sampled_from([2, 3, 4, 8]), st.sampled_from([-1, 8, 24, 64, 128]), st.just(False), st.just("hqq")
+    WeightScheme, st.sampled_from(AFFINE.bits), st.sampled_from([-1, 8, 24, 64, 128]), st.just(False), st.just("hqq")
 )
 DENSE = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 SUM = 2e-5

@@ -1,11 +1,11 @@
 """GGUF files beside llama.cpp's own: ``python tests/peers/gguf_files.py ENVIRONMENTS MODEL TEXT TEST DIR``.
 
 MODEL is quantized by llama.cpp with an importance matrix of TEXT and without one, and by qserve to files of the same
-size: in 4 bits beside Q4_0, and in 5 bits beside Q4_K_M. Divergence from MODEL is measured on TEST, and every file of
-qserve's is also judged by llama.cpp: its perplexity on the first windows, and its greedy tokens. With ``--rescale`` the
-channels of MODEL, a Llama, are first multiplied by random factors that leave its function as it was: numbers that
-were dequantized from blocks then lie on no grid that blocks can express. ENVIRONMENTS come from
-``python tests/environments.py peers DIR llama-cpp``. What is in DIR already is not made again.
+size: in 4 bits beside Q4_0, in 5 bits beside Q4_K_M, and to the types of Q4_K_M. Divergence from MODEL is measured on
+TEST, and every file of qserve's is also judged by llama.cpp: its perplexity on the first windows, and its greedy
+tokens. With ``--rescale`` the channels of MODEL, a Llama, are first multiplied by random factors that leave its
+function as it was: numbers that were dequantized from blocks then lie on no grid that blocks can express. ENVIRONMENTS
+come from ``python tests/environments.py peers DIR llama-cpp``. What is in DIR already is not made again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from qserve.checkpoint.source import ModelSource, open_model
 from qserve.cli import app
 
 HERE = Path(__file__).absolute().parent / "contestants"
-SAMPLES, LENGTH, SEED = 128, 512, 0
+LENGTH, SEED = 512, 0
 """As ``qserve quantize`` has them by default."""
 PROMPT, ANSWER, WINDOW = 48, 32, 512
 BITS = {"Q4_0": 4, "Q4_K_M": 5}
 """Of qserve's weights beside each type of llama.cpp's."""
+RECIPES = ("Q4_K_M",)
+"""What both quantize to."""
 FACTORS = (0.8, 1.25)
 FOLDS = {
     "input_layernorm": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
@@ -55,6 +57,8 @@ def main() -> None:
     parser.add_argument("test")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--options", default="--group-size 32 --embeddings 8", help="of qserve quantize")
+    parser.add_argument("--types", nargs="+", default=list(BITS), choices=list(BITS), help="of llama.cpp's")
+    parser.add_argument("--samples", type=int, default=128, help="of calibration, 512 tokens each")
     parser.add_argument("--tokens", default="16384")
     parser.add_argument("--window", default="1024")
     parser.add_argument("--rescale", type=int, metavar="SEED", help="of the factors")
@@ -75,23 +79,25 @@ def main() -> None:
     ids = load_text(given.text).tokens(source.tokenizer())
     matrix = given.directory / "importance.npz"
     if not matrix.exists():
-        np.savez(matrix, **importance(source, calibration_windows(ids, SAMPLES, LENGTH, SEED)))
+        np.savez(matrix, **importance(source, calibration_windows(ids, given.samples, LENGTH, SEED)))
     rows: dict[str, Path] = {}
-    for kind in BITS:
+    for kind in given.types:
         for name, more in (("", []), (", importance matrix", [str(matrix)])):
             file = given.directory / f"llama-{kind}{'-matrix' if more else ''}.gguf"
             if not file.exists():
                 command = [python, HERE / "llama_cpp_quantize.py", base, kind, file, *more]
                 subprocess.run([str(each) for each in command], check=True, capture_output=True)
             rows[f"llama.cpp {kind}{name}"] = file
-    for kind, bits in BITS.items():
-        file = given.directory / f"qserve-{kind}.gguf"
-        rows[f"qserve, the size of {kind}"] = file
-        if file.exists():
-            continue
-        run("quantize", given.model, file.with_suffix(""), "--calibration", given.text, "--format",
-            "compressed-tensors", "--bits", bits, *given.options.split())  # fmt: skip
-        run("convert", file.with_suffix(""), file, "--format", "gguf")
+    ours = {f"qserve, the size of {kind}": ("--format", "compressed-tensors", "--bits", BITS[kind],
+                                            *given.options.split()) for kind in given.types}  # fmt: skip
+    ours |= {f"qserve {name}": ("--scheme", name) for name in RECIPES}
+    for name, options in ours.items():
+        file = given.directory / f"{name.replace(', the size of ', '-').replace(' ', '-type-')}.gguf"
+        rows[name] = file
+        if not file.exists():
+            run("quantize", given.model, file.with_suffix(""), "--calibration", given.text, "--samples", given.samples,
+                *options)  # fmt: skip
+            run("convert", file.with_suffix(""), file, "--format", "gguf")
     print(f"{'file':40} {'MB':>7} {'KL':>7}  95 %              perplexity")
     for name, file in rows.items():
         report = file.with_suffix(".json")

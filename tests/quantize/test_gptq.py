@@ -24,8 +24,9 @@ def naive(weight, stats, scheme, act_order):
         span = slice(group * width, (group + 1) * width)
         return scales.search(source[:, span].float().contiguous(), importance[span], scheme)
 
-    if act_order:
-        chosen = {group: scale_of(group, weight) for group in range(inp // width)}
+    if act_order or scheme.scale_bits or scheme.grid.real_zeros:
+        found, zeros = rtn.group_scales(weight, importance, scheme)
+        chosen = {group: (found[:, group], None if zeros is None else zeros[:, group]) for group in range(inp // width)}
     codes = torch.zeros(out, inp)
     left = list(importance.argsort(descending=True, stable=True)) if act_order else list(range(inp))
     while left:
@@ -35,7 +36,10 @@ def naive(weight, stats, scheme, act_order):
             chosen[group] = scale_of(group, w)
         scale, zeros = chosen[group]
         offset = float(scheme.zero) if zeros is None else zeros
-        codes[:, column] = scales.encode(w[:, column].float(), scale, offset, scheme.max_code)
+        if scheme.grid.real_zeros:
+            codes[:, column] = (w[:, column].float() / scale + offset).round().clamp(0, scheme.max_code)
+        else:
+            codes[:, column] = scales.encode(w[:, column].float(), scale, offset, scheme.max_code)
         rounded = (codes[:, column] - offset).double() * scale.double()
         error = (w[:, column] - rounded) / inverse[column, column]
         w -= error[:, None] * inverse[column][None, :]

@@ -12,6 +12,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize import pipeline, rtn
+from qserve.quantize.gguf_recipes import RECIPES
 from qserve.quantize.job import SCHEMES, QuantizeJob
 from qserve.quantize.methods import METHODS, Method, usual_method
 
@@ -28,7 +29,10 @@ def test_a_method_is_refused_for_what_it_is_not_for(method: Method):
     for scheme in SCHEMES:
         inputs = "float" if scheme == "weights" else "rounded"
         wanted = dict(scheme=scheme, method=method.name, symmetric=method.symmetric)
-        if method.inputs in ("any", inputs):
+        if scheme in RECIPES and method.name not in ("gptq", "rtn"):
+            with pytest.raises(UsageError, match="--scheme"):
+                QuantizeJob(**wanted)
+        elif method.inputs in ("any", inputs):
             assert QuantizeJob(**wanted).algorithm is method
         else:
             with pytest.raises(UsageError, match="--scheme"):

@@ -222,7 +222,8 @@ def test_progress_forecasts_then_counts_down(llama, tmp_path):
         dict(format="compressed-tensors"), dict(format="compressed-tensors", symmetric=False),
         dict(format="compressed-tensors", embedding_bits=8, head_bits=8), dict(head_bits=4),
         dict(format="compressed-tensors", embedding_bits=6), dict(embedding_bits=6, head_bits=8),
-        dict(scheme="w8a8", method="rtn"), dict(scheme="fp8"), dict(scheme="fp8-block"),
+        dict(scheme="w8a8", method="rtn"), dict(scheme="fp8"), dict(scheme="fp8-block"), dict(scheme="Q4_K_M"),
+        dict(scheme="Q3_K_S"),
     ],
     ids=str,
 )  # fmt: skip
@@ -566,7 +567,7 @@ def test_linears_outside_the_blocks_are_named_as_kept(llama, tmp_path, options):
         dict(kv_cache="fp8"), dict(kv_cache="int8", kv_granularity="head"),
         dict(embedding_bits=8), dict(head_bits=6, format="compressed-tensors"), dict(target_bits=5.0),
         dict(embedding_bits=6, scheme="fp8"),
-        dict(format="awq", symmetric=False, method="awq"),
+        dict(format="awq", symmetric=False, method="awq"), dict(scheme="Q4_K_M"), dict(format="gguf"),
     ],
     ids=str,
 )

@@ -4,12 +4,13 @@ import pytest
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import FORMATS, default_format, format_named, format_of
+from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 
 def test_names() -> None:
-    assert list(FORMATS) == ["gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "hqq",
-                             "modelopt", "quark"]
+    assert list(FORMATS) == ["gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "gguf", "mxfp4",
+                             "bitsandbytes", "hqq", "modelopt", "quark"]
     assert all(format_named(name).name == name for name in FORMATS)
     with pytest.raises(CheckpointError, match="SqueezeLLM is not supported: its files are pickles"):
         format_of({"quant_method": "squeezellm"})
@@ -26,6 +27,7 @@ def test_what_a_format_writes_names_it() -> None:
         "awq": QuantSpec("awq", WeightScheme(4, 64, False)),
         "compressed-tensors": QuantSpec("rtn", WeightScheme(6)),
         "fp8": QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8", rows=-1), ActivationScheme("fp8")),
+        "gguf": QuantSpec("gptq", GGUF_SCHEMES["Q4_K"], overrides={"m.x": WeightScheme(8, 32)}),
     }
     for name, spec in specs.items():
         assert format_of(FORMATS[name].config_of(spec)).name == name
@@ -63,6 +65,8 @@ def test_unknown_methods(config, words) -> None:
         (QuantSpec("rtn", WeightScheme(4), kv_cache=KVScheme("fp8")), "compressed-tensors"),
         (QuantSpec("smoothquant", WeightScheme(8, -1), ActivationScheme("int8")), "compressed-tensors"),
         (QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8")), "compressed-tensors"),
+        (QuantSpec("gptq", GGUF_SCHEMES["Q6_K"]), "gguf"),
+        (QuantSpec("gptq", WeightScheme(8, 32), overrides={"m.x": GGUF_SCHEMES["Q5_1"]}), "gguf"),
     ],
 )
 def test_default(spec, name) -> None:
