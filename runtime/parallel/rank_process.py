@@ -36,9 +36,9 @@ def main() -> None:
     threading.Thread(target=end_with_the_engine, daemon=True).start()
     try:
         memory = SharedMemory(int(sys.argv[2]))
-        group = RankGroup(task.shard, memory, task.stage)
+        group = RankGroup(task.shard, memory, task.stage, task.exchange)
         source = open_model(task.model, offline=True, in_floats=task.in_floats)
-        decoder, channel = load_rank(source, task.config, task.limits, group, memory)
+        decoder, channel, _ = load_rank(source, task.config, task.limits, task.memory, group, memory, task.port)
         gc.collect()
         gc.freeze()
         torch.set_num_threads(1)
