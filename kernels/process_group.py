@@ -21,6 +21,15 @@ _HOST = "127.0.0.1"
 _NOTICED = 5.0  # seconds after which it must be known that a rank has ended, where an exchange with it failed
 
 
+def missing(gpus: int = 2) -> str | None:
+    """None where so many GPUs of this machine can share a model; otherwise the reason."""
+    if (visible := torch.cuda.device_count()) < gpus:
+        return f"{visible} GPUs are visible, and each of {gpus} ranks needs one of its own"
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return "this torch has no NCCL"
+    return None
+
+
 def listen() -> socket.socket:
     """Where the ranks of this machine will find each other; ``join`` of the first one takes it.
 

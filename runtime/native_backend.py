@@ -158,7 +158,7 @@ def _has_int8_head(source: ModelSource, config: EngineConfig) -> bool:
 def _plan(
     source: ModelSource, model_config: DecoderConfig, config: EngineConfig, executor: Executor, limits: DecoderLimits
 ) -> MemoryPlan:
-    """The division of memory of all ranks together; on GPUs, of which each rank has one, that of the first."""
+    """The division of memory of all ranks together; of one GPU, where each rank has its own."""
     exchange = support.exchange_of(executor, source, model_config, config)
     parts = _parts(source, model_config, config, executor)
     groups = [RankGroup(shard, stage=stage, exchange=exchange) for shard, stage in parts]
@@ -166,13 +166,13 @@ def _plan(
     weights = sum(held.values())
     if exchange != "memory":  # each looks up whole embeddings
         weights += lookup_bytes(held, model_config.modules) * (len(groups) - 1)
-    if executor.placement.device.type == "cuda":
-        weights, groups = -(-weights // len(groups)), groups[:1]
-    activations = executor.placement.activations
-    workspace = sum(limits.workspace_bytes(model_config, activations, group) for group in groups)
-    workspace -= groups[0].shared_bytes * (len(groups) - 1)
+    device, kv_dtype = executor.placement.device, cache_dtype(config.kv_cache_dtype, source)
+    workspaces = [limits.workspace_bytes(model_config, executor.placement.activations, group) for group in groups]
+    blocks = [cache_layout(model_config, group).block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for group in groups]
+    workspace, block_bytes = sum(workspaces) - groups[0].shared_bytes * (len(groups) - 1), sum(blocks)
     workspace += StageChannel.hidden_bytes(config.pipeline_parallel_size, limits, model_config.hidden_size)
-    kv_dtype = cache_dtype(config.kv_cache_dtype, source)
+    if device.type == "cuda":
+        weights, workspace, block_bytes = -(-weights // len(groups)), max(workspaces), max(blocks)
     memory = plan_memory(
         model_config.cache_layout,
         weights=weights,
@@ -181,10 +181,8 @@ def _plan(
         context=context_limit(model_config),
         config=config,
         files=file_bytes(source),
-        device=executor.placement.device,
-        block_bytes=sum(
-            cache_layout(model_config, group).block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for group in groups
-        ),
+        device=device,
+        block_bytes=block_bytes,
     )
     return replace(memory, process=memory.process * len(parts))
 

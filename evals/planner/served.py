@@ -14,8 +14,8 @@ _NORMS_ALL_HEADS = {name for name, family in FAMILIES.items() if family.qk_norm 
 
 @dataclass(frozen=True)
 class Served:
-    """``families`` are model types; ``tp`` and ``pp`` the most GPUs that split matrices and layers of one replica: those
-    of a machine. The ranks of ``--pipeline-parallel-size`` are processes on CPUs, which are not planned here."""
+    """``families`` are model types; ``tp`` and ``pp`` the most GPUs, of one machine, that split matrices and layers of
+    one replica. The ranks of ``--pipeline-parallel-size`` are processes on CPUs, which are not planned here."""
 
     families: tuple[str, ...]
     tp: int = 1

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.source import ModelSource
+from qserve.kernels import process_group
 from qserve.kernels.executor import Executor
 from qserve.kernels.threads import default_threads
 from qserve.runtime.config import EngineConfig
@@ -67,9 +66,8 @@ def require_executor(executor: Executor, config: EngineConfig) -> None:
     if executor.name != "native" and (executor.name != "triton" or config.pipeline_parallel_size > 1):
         instead = "--tensor-parallel-size" if executor.name == "triton" else "--kernels native"
         raise UsageError(f"{option(config)} is not served by the {executor.name} kernels: choose {instead}")
-    if executor.placement.device.type == "cuda" and torch.cuda.device_count() < config.num_ranks:
-        raise CapacityError(f"{option(config)}: each rank needs a GPU of its own, and {torch.cuda.device_count()} are "
-                            "visible; choose fewer, or --kernels native")
+    if executor.placement.device.type == "cuda" and (missing := process_group.missing(config.num_ranks)):
+        raise CapacityError(f"{option(config)}: {missing}; choose fewer ranks, or --kernels native")
 
 
 def exchange_of(executor: Executor, source: ModelSource, model: DecoderConfig, config: EngineConfig) -> Exchange:

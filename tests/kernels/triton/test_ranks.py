@@ -17,28 +17,31 @@ from typing import Any
 import pytest
 import torch
 
-from qserve.checkpoint.errors import CheckpointError, UsageError
+from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.quantized_weight import take_rows
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 from qserve.kernels import native, process_group, reference, registry
 from qserve.kernels.executor import Step
 from qserve.kernels.ops import AllGather, AllReduce, Linear, Op
-from qserve.kernels.ranks import RankLost
-from qserve.kernels.triton import linear, target
+from qserve.kernels.ranks import RankLost, Ranks
+from qserve.kernels.triton import collectives, linear, target
 from qserve.kernels.triton.workspace import Workspace
+from qserve.runtime import native_backend
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.config import decoder_config
-from qserve.runtime.models.decoder import Decoder
+from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.layers import Buffers, LayerBuilder
 from qserve.runtime.models.weights import Weights
-from qserve.runtime.native_backend import NativeBackend
+from qserve.runtime.native_backend import NativeBackend, grow_cache
 from qserve.runtime.parallel import support
 from qserve.runtime.parallel.group import Exchange, RankGroup
 from qserve.runtime.parallel.shard import Shard
 from qserve.runtime.sampling import SamplingParams
 from tests.kernels.triton.ranks import Run, two_ranks
+from tests.kernels.triton.test_executor import FakeMemory
 from tests.kernels.triton.test_linear import TOKEN8, packed
 from tests.runtime.models import test_decoder, test_layer_norm_families
 from tests.runtime.models.test_decoder import LIMITS, run_chunks, save_random
@@ -305,3 +308,58 @@ def test_what_ranks_on_gpus_do_not_serve_is_refused(changes: dict[str, Any], wor
         NativeBackend().plan(HFDirectory(tmp_path), EngineConfig(**CONFIG, tensor_parallel_size=2))
     with pytest.raises(UsageError, match="not served by the triton kernels: choose --tensor-parallel-size"):
         NativeBackend().plan(HFDirectory(tmp_path), EngineConfig(**CONFIG, pipeline_parallel_size=2))
+
+
+def grown(group: RankGroup, path: Path) -> tuple[int, int]:
+    """The blocks of the cache when a GPU of the first rank has room for 12 of them, and the other one for 9."""
+    source, limits = HFDirectory(path), DecoderLimits(max_tokens=4, max_logits=2, max_positions=32, num_blocks=8)
+    decoder = Decoder(source, decoder_config(source.config, "small"), registry.make("triton"), limits, group=group)
+    block = decoder.kv.nbytes // 8
+    plan = MemoryPlan(weights=0, workspace=0, kv_cache=0, available=1 << 20, num_blocks=8, max_model_len=32)
+    free = FakeMemory((4 if group.is_first else 1) * block, 0)
+    memory = grow_cache(decoder, plan, EngineConfig(max_num_seqs=6, max_num_batched_tokens=6), (), free, group)
+    return memory.num_blocks, decoder.kv.shape[2]
+
+
+def test_the_caches_of_all_ranks_have_as_many_blocks(run: Run, tmp_path: Path) -> None:
+    """Behind the steps that come before anyone is served, which all ranks run together."""
+    save_random("llama", {"num_hidden_layers": 1}, tmp_path)
+    assert run(grown, "all-reduce", tmp_path) == ((8, 8), (8, 8)), "0.9 of 9, where the first rank alone would have 10"
+
+
+def test_nothing_is_exchanged_where_kernels_are_only_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = torch.ones(3, 8)
+    program = registry.make("triton").program(3)
+    ranks = Ranks(torch.zeros(Ranks.counters_of(2)), 0, 2)
+    program.add([AllGather(out, ranks, split=(range(4), range(4, 8))), AllReduce(out, ranks)])
+    monkeypatch.setattr(collectives, "only_compiles", lambda: True)
+    program.run(step_of(3, 0))  # there is no process group
+    assert (out == 1).all()
+
+
+def test_memory_is_planned_for_one_gpu_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random("llama", {"tie_word_embeddings": True}, tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 2 << 30))
+    source, limits, plans = HFDirectory(tmp_path), DecoderLimits(8, 4, 0, 0), {}
+    config, executor = decoder_config(source.config, "small"), registry.make("triton")
+    for size, kind in ((1, "cuda"), (2, "cuda"), (2, "cpu")):
+        executor.placement = replace(executor.placement, device=torch.device(kind))
+        asked = EngineConfig(tensor_parallel_size=size, max_model_len=64)
+        plans[size, kind] = native_backend._plan(source, config, asked, executor, limits)
+    embedding = source.nbytes("model.embed_tokens.weight")
+    whole, part, both = plans.values()
+    assert both.weights == whole.weights + embedding and part.weights == both.weights // 2
+    assert 2 * part.kv_cache == whole.kv_cache == both.kv_cache, "half of the key heads, and as many blocks"
+    assert both.workspace // 2 < part.workspace < min(whole.workspace, both.workspace), "112 inputs are 48 and 64"
+
+
+def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = registry.make("triton")
+    executor.placement = replace(executor.placement, device=torch.device("cuda"))
+    for count, nccl, words in ((1, True, "1 GPUs are visible, and each of 2 ranks"), (2, False, "has no NCCL")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)  # noqa: B023
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)  # noqa: B023
+        with pytest.raises(CapacityError, match=f"--tensor-parallel-size 2: .*{words}"):
+            support.require_executor(executor, EngineConfig(tensor_parallel_size=2))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    support.require_executor(executor, EngineConfig(tensor_parallel_size=2))
