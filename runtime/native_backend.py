@@ -202,25 +202,23 @@ def load_rank(
     source: ModelSource,
     config: EngineConfig,
     limits: DecoderLimits,
-    memory: MemoryPlan,
     group: RankGroup,
     shared: SharedMemory,
     at: socket | int | None = None,
     executor: Executor | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Decoder, StepChannel | StageChannel, MemoryPlan]:
-    """The decoder of one of several ranks, how they are told what to run, and ``memory`` as it turned out. ``at``: as
-    ``process_group.join`` takes it; None where ranks share memory."""
+) -> tuple[Decoder, StepChannel | StageChannel]:
+    """The decoder of one of several ranks, and how they are told what to run. ``at``: as ``process_group.join`` takes
+    it; None where ranks share memory."""
     executor = executor or _executor(source, config, group.ranks.rank)
     if at is not None:
         native.meeting(group.ranks)()  # here a rank that has ended is noticed, and there it is waited for
         process_group.join(group.ranks, executor.placement.device, at)
     decoder = _decoder(_held(source, executor), config, executor, limits, progress, group=group)
-    memory, _ = _settle(decoder, memory, config, progress, group)
     groups = len(decoder.layout.groups)
     if group.stage.size > 1:
-        return decoder, StageChannel(shared, group, limits, groups, decoder.config.hidden_size), memory
-    return decoder, StepChannel(shared, group, limits, groups), memory
+        return decoder, StageChannel(shared, group, limits, groups, decoder.config.hidden_size)
+    return decoder, StepChannel(shared, group, limits, groups)
 
 
 def _executor(source: ModelSource, config: EngineConfig, rank: int) -> Executor:
@@ -286,9 +284,9 @@ def _load_ranks(
     tasks = [RankTask(str(source.path), in_floats, config, limits, memory, exchange, port, *part) for part in parts]
     processes = RankProcesses(tasks, shared.fd, group.give_up, group.leave)
     try:
-        decoder, channel, memory = load_rank(
-            source, config, limits, memory, group, shared, at, executor, progress
-        )
+        with processes.explained():
+            decoder, channel = load_rank(source, config, limits, group, shared, at, executor, progress)
+            memory, notes = settle(decoder, memory, config, progress, group)
         runner = (
             PipelineRunner(decoder, channel, processes)
             if isinstance(channel, StageChannel)
@@ -312,7 +310,7 @@ def _load_ranks(
         note += f", with {len(cpus) if cpus else threads} threads each"
     else:
         note += f", by {exchange} ({process_group.backend(executor.placement.device)})"
-    return runner, memory, [note, *_notes(source, decoder)]
+    return runner, memory, [note, *_notes(source, decoder), *notes]
 
 
 def _notes(source: ModelSource, decoder: Decoder) -> list[str]:
@@ -337,7 +335,7 @@ def _load(
     if planned and executor.placement.device.type == "cuda":
         planned(memory)
     decoder = _decoder(source, config, executor, _with_cache(limits, memory, executor), progress, lora=lora)
-    memory, notes = _settle(decoder, memory, config, progress)
+    memory, notes = settle(decoder, memory, config, progress)
     return decoder, memory, [*_notes(source, decoder), *notes]
 
 
@@ -349,14 +347,15 @@ def _with_cache(limits: DecoderLimits, memory: MemoryPlan, executor: Executor) -
     return limits
 
 
-def _settle(
+def settle(
     decoder: Decoder,
     memory: MemoryPlan,
     config: EngineConfig,
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[int, int], None] | None = None,
     group: RankGroup | None = None,
 ) -> tuple[MemoryPlan, list[str]]:
-    """Make a loaded decoder ready, with its cache at its final size. Returns ``memory`` as it turned out, and notes."""
+    """Make a loaded decoder ready, with its cache at its final size. Returns ``memory`` as it turned out, and notes.
+    All ranks of ``group`` do it together."""
     executor = decoder.executor
     notes = registry.settle(executor, config.autotune, progress)  # this takes memory that the cache must leave free
     if executor.placement.device.type == "cuda":

@@ -78,7 +78,8 @@ class RankProcesses:
             command = [sys.executable, "-P", "-m", "qserve.runtime.parallel.rank_process", *map(str, fds)]
             with theirs:
                 process = subprocess.Popen(command, pass_fds=fds, start_new_session=True)
-            ours.sendall(TASK.dump_json(task) + b"\n")
+            with contextlib.suppress(OSError):  # it has ended already, as its watch will say
+                ours.sendall(TASK.dump_json(task) + b"\n")
             self._processes.append((process, ours))
             watch = threading.Thread(
                 target=self._watch, args=(task.rank, process, ours), name=f"qserve-rank-{task.rank}"
@@ -115,7 +116,8 @@ class RankProcesses:
         self._processes.clear()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], ours: socket.socket) -> None:
-        with ours.makefile("rb") as lines:
+        said = ""
+        with contextlib.suppress(OSError), ours.makefile("rb") as lines:  # where it ended before it read its task
             said = lines.read().decode(errors="replace").strip()  # until it ends
         if self._stopping:
             return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -276,6 +277,13 @@ def test_an_engine_of_two_ranks_answers_like_one_and_ends_with_one_line(tmp_path
     finally:
         engine.close()
     assert not torch.distributed.is_initialized() and children_end(pids)
+
+
+def test_a_rank_that_ends_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RankLost, match=r"^rank 1 of the model was ended with exit code 1$"):
+        Engine(str(save_tiny_model(tmp_path, layers=1)), EngineConfig(**CONFIG, tensor_parallel_size=2))
+    assert not torch.distributed.is_initialized()
 
 
 def test_a_rank_that_ends_in_the_middle_of_an_exchange(run: Run) -> None:
