@@ -180,3 +180,22 @@ def in_order(weight: QuantizedWeight) -> QuantizedWeight:
         return weight
     plain = replace(weight, g_idx=None)
     return plain if torch.equal(plain.group_of_input(), weight.group_of_input()) else weight
+
+
+def take_inputs(weight: QuantizedWeight, inputs: range) -> QuantizedWeight:
+    """The terms of ``weight`` that these inputs give: whole groups, or a part of the only one.
+
+    Raises ``CheckpointError`` where they cut a group, or where groups do not follow the order of inputs.
+    """
+    scheme, whole = weight.scheme, weight.in_features
+    width = scheme.group_width(whole)
+    if weight.g_idx is not None or not all(scheme.can_cut(whole, at) for at in (inputs.start, inputs.stop)):
+        raise CheckpointError(f"inputs {inputs.start} to {inputs.stop} are not whole groups of {width} inputs")
+    part = slice(inputs.start // width, -(-inputs.stop // width))
+    return replace(
+        weight,
+        stored=weight.codes[:, inputs.start : inputs.stop].contiguous(),
+        scales=weight.scales[:, part].contiguous(),
+        zeros=None if weight.zeros is None else weight.zeros[:, part].contiguous(),
+        g_idx=None,
+    )

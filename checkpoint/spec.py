@@ -63,6 +63,11 @@ class WeightScheme:
         """Input features per group: ``group_size``, or ``in_features`` for per-channel scales."""
         return in_features if self.group_size == -1 else self.group_size
 
+    def can_cut(self, in_features: int, at: int) -> bool:
+        """Whether an input of ``in_features`` can be divided before the input ``at``: no group lies on both sides, or
+        the only one may."""
+        return at in (0, in_features) or self.groups(in_features) == 1 or at % self.group_size == 0
+
     def row_height(self, out_features: int) -> int:
         """Outputs that share a scale."""
         return out_features if self.rows == -1 else self.rows

@@ -38,11 +38,12 @@ def name_of(operation: type) -> str:
 @cache
 def structure(declared: type) -> type[C.Structure]:
     """The C structure of a dataclass: its fields, then its properties, by name. Structures come first, then pointers,
-    integers and floats, each in the order of declaration. ``rows`` is left out: ``qs_op`` has it."""
+    integers and floats, each in the order of declaration. ``rows`` is left out, for ``qs_op`` has it, and ``split`` and
+    ``own``, for ranks that run C share memory."""
     hints = get_type_hints(declared)
     properties = [name for name, value in vars(declared).items() if isinstance(value, property)]
     hints |= {name: get_type_hints(vars(declared)[name].fget)["return"] for name in properties}
-    names = [field.name for field in fields(declared) if field.name != "rows"] + properties
+    names = [field.name for field in fields(declared) if field.name not in ("rows", "split", "own")] + properties
     typed = [(name, _c_type(hints[name])) for name in names]
     typed.sort(key=lambda field: _ORDER.index(field[1]) if field[1] in _ORDER else -1)
     return type(name_of(declared), (C.Structure,), {"_fields_": typed})

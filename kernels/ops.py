@@ -146,7 +146,8 @@ class Linear:
     ``weight`` is dense [out, in] or packed. If a packed weight has ``activations``, the input is rounded exactly as
     they say (see ``reference.round_input``) before the product. Otherwise an integer product may round its input to
     int8 with one scale per 64 inputs or fewer; every other product takes the input as it is, in float32.
-    ``out`` may be a slice of the columns of a wider buffer.
+    ``out`` may be a slice of the columns of a wider buffer. ``whole``: the outputs of all ranks, where this product has
+    a part of them; an executor whose results are invariant cuts its sums as if all were here.
     """
 
     x: Tensor
@@ -155,6 +156,7 @@ class Linear:
     bias: Tensor | None = None
     accumulate: bool = False
     rows: Rows = "tokens"
+    whole: int | None = None
 
 
 @dataclass(frozen=True)
@@ -582,8 +584,24 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class AllGather:
-    """out [rows, width] is memory that all ``ranks`` share, and each has written columns or rows of its own. Afterwards
-    each sees all of it, and may not write to it before the next ``AllGather``, of this buffer or another."""
+    """Each of ``ranks`` has written columns or rows of its own of out [rows, width]; afterwards each sees all of it.
+
+    Without a ``split``, ``out`` is memory that all share, and a rank may not write to it before the next ``AllGather``,
+    of this buffer or another. With it each rank has an ``out`` of its own, in which it wrote the columns
+    ``split[rank]``; or it wrote them into ``own`` [rows, len(split[rank])].
+    """
+
+    out: Tensor
+    ranks: Ranks
+    rows: Rows = "tokens"
+    split: tuple[range, ...] = ()
+    own: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """out [rows, width], of which each of ``ranks`` has one of its own, becomes the sum of all of them in each. Their
+    order is that of the transport: the last bits may change with the number of rows."""
 
     out: Tensor
     ranks: Ranks
@@ -610,6 +628,7 @@ Op = (
     | SigmoidMul
     | Lora
     | AllGather
+    | AllReduce
     | HeadLinear
     | LatentKV
     | LatentAttention

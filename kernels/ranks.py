@@ -49,9 +49,13 @@ class Ranks:
         """Return when ``rank`` has arrived ``turn`` times. Raises ``RankLost``. Both count modulo 2^32."""
         wanted = torch.tensor(turn).int()
         while self.counters[rank, 0] - wanted < 0:
-            if self.counters[self.size, 0]:
+            if self.lost():
                 raise RankLost
             time.sleep(0)
+
+    def lost(self) -> bool:
+        """Whether one of them has ended."""
+        return bool(self.counters[self.size, 0])
 
     def give_up(self) -> None:
         """A rank has ended: those that wait for it need not any more."""

@@ -19,12 +19,14 @@ from torch.nn import functional as F
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.kernels import process_group
 from qserve.kernels.executor import HOST, Step
 from qserve.kernels.ops import (
     BLOCK_SIZE,
     SCALED_KV,
     Activation,
     AllGather,
+    AllReduce,
     Argmax,
     Attention,
     Cast,
@@ -445,8 +447,17 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
             op.out[rows] = (op.out[rows].float() * op.gate[rows].float().sigmoid()).to(op.out.dtype)
         case LogSoftmax():
             op.x[rows] = op.x[rows].log_softmax(-1)
+        case AllGather() if op.split:
+            for rank, columns in enumerate(op.split):
+                part = op.out[rows, columns.start : columns.stop].contiguous()
+                if rank == op.ranks.rank and op.own is not None:
+                    part = op.own[rows]
+                process_group.broadcast(op.ranks, part, rank)
+                op.out[rows, columns.start : columns.stop] = part
         case AllGather():
             op.ranks.meet()
+        case AllReduce():
+            process_group.all_reduce(op.ranks, op.out[rows])
         case _:
             assert_never(op)
 

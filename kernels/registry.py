@@ -14,7 +14,7 @@ from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.kernels import native
 from qserve.kernels.abi import name_of
 from qserve.kernels.executor import Executor
-from qserve.kernels.ops import Op
+from qserve.kernels.ops import AllReduce, Op
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.threads import default_threads
 
@@ -150,10 +150,11 @@ def names() -> list[str]:
 
 def make(
     name: str = "auto", threads: int | None = None, activations: torch.dtype = torch.bfloat16,
-    cpus: Sequence[int] | None = None,
+    cpus: Sequence[int] | None = None, gpu: int | None = None,
 ) -> Executor:
     """The executor called ``name``; ``auto`` is the best that this machine has. ``activations`` is the dtype in which a
-    GPU computes; everything else computes in float32. ``threads`` and ``cpus`` are for the native kernels.
+    GPU computes; everything else computes in float32. ``threads`` and ``cpus`` are for the native kernels. ``gpu``: the
+    number of the one that computes, which becomes the current one; None for that which is.
 
     Raises ``UsageError`` for an unknown name and ``CapacityError`` for one that is not available here.
     """
@@ -171,6 +172,8 @@ def make(
         from qserve.kernels.triton.executor import TritonExecutor
 
         on_gpu = torch.cuda.is_available()
+        if on_gpu and gpu is not None:
+            torch.cuda.set_device(gpu)  # Triton launches there
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         return TritonExecutor(device, activations if on_gpu else torch.float32, invariant=name == "triton-invariant")
     if name == "reference" or (name == "auto" and missing):
@@ -186,8 +189,9 @@ def make(
 
 
 def without_kernels() -> list[str]:
-    """The operations for which the C library has no kernel, whatever their shapes."""
-    return [name for name in map(name_of, get_args(Op)) if native.missing() or name not in native.kinds()]
+    """The operations for which the C library has no kernel, whatever their shapes: of those that a CPU ever runs."""
+    found = (name_of(op) for op in get_args(Op) if op is not AllReduce)  # ranks share its memory
+    return [name for name in found if native.missing() or name not in native.kinds()]
 
 
 def fallbacks(executor: Executor, ops: Iterable[Op]) -> Counter[str]:

@@ -53,7 +53,8 @@ class EngineConfig:
         seed: of the draws of requests that have no seed of their own, int64; None draws one for each request.
         enable_prefix_caching: reuse the KV of equal prompt beginnings, and the states of hybrids.
         kernels: which executor, see ``registry.names``.
-        tensor_parallel_size: ranks that share the model, processes of this machine with a shard of its weights each.
+        tensor_parallel_size: ranks that share the model, processes of this machine with a shard of its weights each;
+            on GPUs each has one.
         pipeline_parallel_size: ranks that share it otherwise: each has some of its layers, and computes another step.
         threads: of the native kernels, for each rank; None takes the cores of this process.
         cpu_list: the CPUs that they are pinned to, one each, those of the first rank first; None leaves them to the

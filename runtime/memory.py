@@ -76,13 +76,22 @@ def layer_bytes(held: Mapping[str, int], modules: Modules, count: int) -> list[i
     """Of ``held_bytes`` those that a step reads, for each of ``count`` layers. The last has norm and head too. Of the
     embedding a step reads some rows alone, so that counts for nothing."""
     found, layers = [0] * count, f"{modules.layers}."
-    looked_up = tuple(f"{name}." for name in (modules.embedding, modules.positions) if name)
+    looked_up = _looked_up(modules)
     for name, size in held.items():
         layer = int(name.removeprefix(layers).partition(".")[0]) if name.startswith(layers) else count - 1
         # Layers behind the last one predict several tokens at once, and are not served.
         if layer < count and not f"{name}.".startswith(looked_up):
             found[layer] += size
     return found
+
+
+def lookup_bytes(held: Mapping[str, int], modules: Modules) -> int:
+    """Of ``held_bytes`` those of the embeddings."""
+    return sum(size for name, size in held.items() if f"{name}.".startswith(_looked_up(modules)))
+
+
+def _looked_up(modules: Modules) -> tuple[str, ...]:
+    return tuple(f"{name}." for name in (modules.embedding, modules.positions) if name)
 
 
 def held_bytes(source: ModelSource, modules: Modules, executor: Executor, *, int8_head: bool) -> dict[str, int]:

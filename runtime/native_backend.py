@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from socket import socket
 
 import torch
 
@@ -11,7 +12,7 @@ from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.unpacked import Unpacked, is_in
-from qserve.kernels import registry
+from qserve.kernels import native, process_group, registry
 from qserve.kernels.executor import Executor
 from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV
 from qserve.runtime import heap, warmup
@@ -26,10 +27,10 @@ from qserve.runtime.memory import (
     file_bytes,
     held_bytes,
     layer_bytes,
+    lookup_bytes,
     measured,
     plan_memory,
     reserved,
-    weight_bytes,
 )
 from qserve.runtime.models.config import DecoderConfig, decoder_config, is_classifier
 from qserve.runtime.models.decoder import Decoder, DecoderLimits, cache_layout
@@ -118,7 +119,7 @@ def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, De
         raise UsageError(f"{source.name} caches latent vectors, which are kept in 16 or 32 bits: choose "
                          "--kv-cache-dtype fp16, bf16 or fp32")
     if config.num_ranks > 1:
-        support.require_served(source, model_config, config)
+        support.require_served(source, model_config, config, executor)
     if model_config.delta is not None:
         _require_no_return(model_config, config)
     computes = str(executor.placement.activations).removeprefix("torch.")
@@ -157,27 +158,33 @@ def _has_int8_head(source: ModelSource, config: EngineConfig) -> bool:
 def _plan(
     source: ModelSource, model_config: DecoderConfig, config: EngineConfig, executor: Executor, limits: DecoderLimits
 ) -> MemoryPlan:
-    """The division of memory of all ranks together."""
-    groups = [RankGroup(shard, stage=stage) for shard, stage in _parts(source, model_config, config, executor)]
-    activations = executor.placement.activations
-    workspace = sum(limits.workspace_bytes(model_config, activations, group) for group in groups)
-    workspace -= groups[0].shared_bytes * (len(groups) - 1)
+    """The division of memory of all ranks together; of one GPU, where each rank has its own."""
+    exchange = support.exchange_of(executor, source, model_config, config)
+    parts = _parts(source, model_config, config, executor)
+    groups = [RankGroup(shard, stage=stage, exchange=exchange) for shard, stage in parts]
+    held = held_bytes(source, model_config.modules, executor, int8_head=_has_int8_head(source, config))
+    weights = sum(held.values())
+    if exchange != "memory":  # each looks up whole embeddings
+        weights += lookup_bytes(held, model_config.modules) * (len(groups) - 1)
+    device, kv_dtype = executor.placement.device, cache_dtype(config.kv_cache_dtype, source)
+    workspaces = [limits.workspace_bytes(model_config, executor.placement.activations, group) for group in groups]
+    blocks = [cache_layout(model_config, group).block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for group in groups]
+    workspace, block_bytes = sum(workspaces) - groups[0].shared_bytes * (len(groups) - 1), sum(blocks)
     workspace += StageChannel.hidden_bytes(config.pipeline_parallel_size, limits, model_config.hidden_size)
-    kv_dtype = cache_dtype(config.kv_cache_dtype, source)
+    if device.type == "cuda":
+        weights, workspace, block_bytes = -(-weights // len(groups)), max(workspaces), max(blocks)
     memory = plan_memory(
         model_config.cache_layout,
-        weights=weight_bytes(source, model_config.modules, executor, int8_head=_has_int8_head(source, config)),
+        weights=weights,
         workspace=workspace,
         kv_dtype=kv_dtype,
         context=context_limit(model_config),
         config=config,
         files=file_bytes(source),
-        device=executor.placement.device,
-        block_bytes=sum(
-            cache_layout(model_config, group).block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for group in groups
-        ),
+        device=device,
+        block_bytes=block_bytes,
     )
-    return replace(memory, process=memory.process * len(groups))
+    return replace(memory, process=memory.process * len(parts))
 
 
 def _parts(
@@ -197,11 +204,16 @@ def load_rank(
     limits: DecoderLimits,
     group: RankGroup,
     shared: SharedMemory,
+    at: socket | int | None = None,
     executor: Executor | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Decoder, StepChannel | StageChannel]:
-    """The decoder of one of several ranks, and how they are told what to run."""
+    """The decoder of one of several ranks, and how they are told what to run. ``at``: as ``process_group.join`` takes
+    it; None where ranks share memory."""
     executor = executor or _executor(source, config, group.ranks.rank)
+    if at is not None:
+        native.meeting(group.ranks)()  # here a rank that has ended is noticed, and there it is waited for
+        process_group.join(group.ranks, executor.placement.device, at)
     decoder = _decoder(_held(source, executor), config, executor, limits, progress, group=group)
     groups = len(decoder.layout.groups)
     if group.stage.size > 1:
@@ -211,7 +223,8 @@ def load_rank(
 
 def _executor(source: ModelSource, config: EngineConfig, rank: int) -> Executor:
     threads, cpus = support.threads_of(config, rank)
-    executor = registry.make(config.kernels, threads, activation_dtype(source, config.dtype), cpus)
+    dtype, gpu = activation_dtype(source, config.dtype), rank if config.tensor_parallel_size > 1 else None
+    executor = registry.make(config.kernels, threads, dtype, cpus, gpu)
     if config.num_ranks > 1:
         support.require_executor(executor, config)
     return executor
@@ -259,16 +272,21 @@ def _load_ranks(
 ) -> tuple[ParallelRunner | PipelineRunner, MemoryPlan, list[str]]:
     """The rank that plans and samples, with the others beside it."""
     memory = _plan(source, model_config, config, executor, limits)
-    limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
+    limits = _with_cache(limits, memory, executor)
     parts = _parts(source, model_config, config, executor)
     shard, stage = parts.pop(support.rank_of_engine(config))
     shared = SharedMemory()
-    group = RankGroup(shard, shared, stage)
+    exchange = support.exchange_of(executor, source, model_config, config)
+    group = RankGroup(shard, shared, stage, exchange)
     in_floats = isinstance(source, GGUFFile) and source.in_floats
-    tasks = [RankTask(str(source.path), in_floats, config, limits, *part) for part in parts]
-    processes = RankProcesses(tasks, shared.fd, group.ranks.give_up)
+    at = process_group.listen() if exchange != "memory" else None
+    port = None if at is None else at.getsockname()[1]
+    tasks = [RankTask(str(source.path), in_floats, config, limits, memory, exchange, port, *part) for part in parts]
+    processes = RankProcesses(tasks, shared.fd, group.give_up, group.leave)
     try:
-        decoder, channel = load_rank(source, config, limits, group, shared, executor, progress)
+        with processes.explained():
+            decoder, channel = load_rank(source, config, limits, group, shared, at, executor, progress)
+            memory, notes = settle(decoder, memory, config, progress, group)
         runner = (
             PipelineRunner(decoder, channel, processes)
             if isinstance(channel, StageChannel)
@@ -280,13 +298,19 @@ def _load_ranks(
         raise
     finally:
         shared.close()
+        if at is not None:
+            at.close()
     threads, cpus = support.threads_of(config, 0)
     if config.pipeline_parallel_size == 1:
         note = f"tensor parallel: {config.num_ranks} ranks"
     else:
         counts = [len(each.layers(model_config.num_hidden_layers)) for _, each in (*parts, (shard, stage))]
         note = f"pipeline parallel: stages of {', '.join(map(str, counts))} layers"
-    return runner, memory, [f"{note}, with {len(cpus) if cpus else threads} threads each", *_notes(source, decoder)]
+    if exchange == "memory":
+        note += f", with {len(cpus) if cpus else threads} threads each"
+    else:
+        note += f", by {exchange} ({process_group.backend(executor.placement.device)})"
+    return runner, memory, [note, *_notes(source, decoder), *notes]
 
 
 def _notes(source: ModelSource, decoder: Decoder) -> list[str]:
@@ -307,35 +331,57 @@ def _load(
     planned: Callable[[MemoryPlan], None] | None,
 ) -> tuple[Decoder, MemoryPlan, list[str]]:
     """The decoder, the division of its memory, and notes on how it is computed."""
-    on_gpu = executor.placement.device.type == "cuda"
     memory = _plan(source, model_config, config, executor, limits)
-    limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
-    if on_gpu:
-        limits = replace(limits, num_blocks=warmup.blocks(limits))
-        if planned:
-            planned(memory)
+    if planned and executor.placement.device.type == "cuda":
+        planned(memory)
+    decoder = _decoder(source, config, executor, _with_cache(limits, memory, executor), progress, lora=lora)
+    memory, notes = settle(decoder, memory, config, progress)
+    return decoder, memory, [*_notes(source, decoder), *notes]
 
-    decoder = _decoder(source, config, executor, limits, progress, lora=lora)
-    notes = _notes(source, decoder)
-    notes += registry.settle(executor, config.autotune, progress)  # this takes memory that the cache must leave free
-    if on_gpu:
-        warm = executor.warm_sizes
+
+def _with_cache(limits: DecoderLimits, memory: MemoryPlan, executor: Executor) -> DecoderLimits:
+    """``limits`` of a decoder as it is loaded: on a GPU its cache grows afterwards."""
+    limits = replace(limits, max_positions=memory.max_model_len, num_blocks=memory.num_blocks)
+    if executor.placement.device.type == "cuda":
+        return replace(limits, num_blocks=warmup.blocks(limits))
+    return limits
+
+
+def settle(
+    decoder: Decoder,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    progress: Callable[[int, int], None] | None = None,
+    group: RankGroup | None = None,
+) -> tuple[MemoryPlan, list[str]]:
+    """Make a loaded decoder ready, with its cache at its final size. Returns ``memory`` as it turned out, and notes.
+    All ranks of ``group`` do it together."""
+    executor = decoder.executor
+    notes = registry.settle(executor, config.autotune, progress)  # this takes memory that the cache must leave free
+    if executor.placement.device.type == "cuda":
+        warm, gpu = executor.warm_sizes, GpuMemory(executor.placement.device)
         registry.compile_kernels(executor, lambda: warmup.run(decoder, memory.num_blocks, warm))
-        memory = grow_cache(decoder, memory, config, warm, GpuMemory(executor.placement.device))
-    return decoder, memory, notes
+        memory = grow_cache(decoder, memory, config, warm, gpu, group)
+    return memory, notes
 
 
 def grow_cache(
-    decoder: Decoder, memory: MemoryPlan, config: EngineConfig, sizes: Sequence[int], gpu: GpuMemory
+    decoder: Decoder,
+    memory: MemoryPlan,
+    config: EngineConfig,
+    sizes: Sequence[int],
+    gpu: GpuMemory,
+    group: RankGroup | None = None,
 ) -> MemoryPlan:
-    """Give the KV cache what the largest steps leave of ``gpu``, and make steps of all ``sizes`` ready."""
+    """Give the KV cache what the largest steps leave of ``gpu``, and make steps of all ``sizes`` ready. The ranks of
+    ``group`` have as many blocks as the one with the least memory has room for."""
     passing = gpu.passing(lambda: warmup.run(decoder, memory.num_blocks, sizes))
     free, share = gpu.free() - passing + decoder.kv.nbytes, GPU_SHARE
     if config.gpu_memory_utilization is not None:
         free, share = free - reserved(gpu.total(), config.gpu_memory_utilization), 1.0
     memory = measured(
         memory,
-        free,
+        free if group is None else group.least(free, decoder.kv.device),
         decoder.layout.block_bytes(BLOCK_SIZE, decoder.kv.dtype.itemsize),
         memory.num_blocks if config.kv_cache_memory is not None else _wanted(config, memory),
         blocks_needed(config.max_model_len or 1, BLOCK_SIZE, memory.windows),

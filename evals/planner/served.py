@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qserve.checkpoint.families import native_families
+from qserve.checkpoint.families import FAMILIES, native_families
 from qserve.evals.planner.quantization import KV_BYTES
 from qserve.evals.planner.replica_roofline import Layout
 from qserve.evals.planner.shape import ModelShape
 
+_NORMS_ALL_HEADS = {name for name, family in FAMILIES.items() if family.qk_norm == "all"}
+
 
 @dataclass(frozen=True)
 class Served:
-    """``families`` are model types; ``tp`` and ``pp`` the most GPUs that split matrices and layers of one replica. The
-    ranks of ``--tensor-parallel-size`` and ``--pipeline-parallel-size`` are processes on CPUs, which are not planned
-    here."""
+    """``families`` are model types; ``tp`` and ``pp`` the most GPUs, of one machine, that split matrices and layers of
+    one replica. The ranks of ``--pipeline-parallel-size`` are processes on CPUs, which are not planned here."""
 
     families: tuple[str, ...]
     tp: int = 1
@@ -26,8 +27,18 @@ class Served:
         if shape.attention == "MLA" and KV_BYTES[kv_dtype] < 2:
             found.append(f"latents in {kv_dtype}")
         degrees = (("TP", layout.tp, self.tp), ("PP", layout.pp, self.pp))
-        return (*found, *(f"{name} {wanted}" for name, wanted, most in degrees if wanted > most))
+        found += [f"{name} {wanted}" for name, wanted, most in degrees if wanted > most]
+        if 1 < layout.tp <= self.tp:
+            undivided = {
+                "experts": any(linear.kind == "experts" for linear in shape.linears),
+                "latents": shape.attention == "MLA",
+                "states of sequences": shape.state_bytes > 0,
+                "norms of all heads together": shape.family in _NORMS_ALL_HEADS,
+                f"{shape.kv_heads} key heads": max(shape.kv_heads, layout.tp) % min(shape.kv_heads, layout.tp) > 0,
+            }
+            found += [f"TP of {what}" for what, is_so in undivided.items() if is_so]
+        return tuple(found)
 
 
-SERVED = Served(tuple(native_families()))
+SERVED = Served(tuple(native_families()), tp=8)
 """What is served on GPUs today. What comes to be served is added here, and plans follow."""

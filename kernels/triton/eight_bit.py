@@ -24,7 +24,7 @@ from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.grouped import NOT_GROUPED, Grouping, grouped_rows
 from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
 from qserve.kernels.triton.launch import at
-from qserve.kernels.triton.prepack import PAD_N, by_group, slots
+from qserve.kernels.triton.prepack import PAD_N, by_group, round_up, slots
 from qserve.kernels.triton.target import NEEDED, Target, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.tuning.tuned import choose, left_out
@@ -211,7 +211,8 @@ class EightBit:
             return default(rows, grouped, gpu)
 
         if batch_invariant:
-            least = resolve(usual(1), 1, self.padded_n, self.blocks, gpu.sms)
+            outputs = self.padded_n if self.op.whole is None else round_up(self.op.whole, PAD_N)
+            least = resolve(usual(1), 1, outputs, self.blocks, gpu.sms)
             return replace(least, block_m=16 if rows <= 16 else 32)
         self.key = f"eight_bit {self.activations.dtype} group={self.group},{self.x_group} n={self.n} k={self.k}"
         found = choose(self.key, rows, gpu, usual, self.fits)

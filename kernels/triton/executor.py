@@ -3,6 +3,9 @@
 A step's numbers are copied to the device asynchronously and its kernels are queued; nothing here waits for the device.
 A step with one token per sequence is captured as a graph for each padded number of rows that occurs, and replayed from
 then on; every other step is launched kernel by kernel. In Triton's interpreter programs run on the CPU.
+
+Where ranks share a model, what they exchange is captured with the kernels around it. NCCL wants all ranks to capture or
+replay the same exchanges at a time, and they do: what decides it is the same in all, for each has as many heads.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.executor import Placement, Step
 from qserve.kernels.ops import (
     Activation,
+    AllGather,
+    AllReduce,
     Argmax,
     Attention,
     Cast,
@@ -57,6 +62,7 @@ from qserve.kernels.triton.attention import (
     tile_shape,
 )
 from qserve.kernels.triton.causal_conv import causal_conv
+from qserve.kernels.triton.collectives import all_gather, all_reduce
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.embed import embed
 from qserve.kernels.triton.experts import PreparedExperts
@@ -281,6 +287,12 @@ class _TritonProgram:
                 return lambda batch: argmax(op.x, op.out, batch.logits)
             case LogSoftmax():
                 return lambda batch: log_softmax(op.x, batch.logits)
+            case AllGather():
+                gathered = all_gather(op, self._max_rows, self._executor.memory)
+                return lambda batch: gathered(_count(batch, op.rows))
+            case AllReduce():
+                reduced = all_reduce(op)
+                return lambda batch: reduced(_count(batch, op.rows))
             case _:
                 raise AssertionError("what has no kernel is computed by its reference")
 

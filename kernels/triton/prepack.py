@@ -51,7 +51,7 @@ class Planes:
         return int(self.words.shape[1])
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
@@ -69,8 +69,8 @@ def _shape(width: int, groups: int, k: int, planes: int) -> tuple[int, int, int]
         group = size
         while group < min(width, block):
             group *= 2
-        group = group if width <= block else _round_up(width, block)
-        padded = _round_up(k if groups == 1 or group == width else groups * group, block)
+        group = group if width <= block else round_up(width, block)
+        padded = round_up(k if groups == 1 or group == width else groups * group, block)
         choices.append((padded, -size, group))
     padded, negative, group = min(choices)
     return -negative, group, padded
@@ -106,7 +106,7 @@ def planes(packed: QuantizedWeight, dtype: torch.dtype, device: torch.device) ->
     if order is not None:
         order = F.pad(order, (0, k - len(order)), value=-1).to(device)
         codes = torch.where(order < 0, 0, codes[:, order.clamp_min(0)])
-    rows = _round_up(packed.out_features, PAD_N)
+    rows = round_up(packed.out_features, PAD_N)
     codes = F.pad(codes, (0, k - codes.shape[1], 0, rows - packed.out_features))
     fields = codes.view(rows, -1, count, size).to(torch.int32)
     words = torch.zeros_like(fields[:, :, 0])
@@ -141,7 +141,7 @@ def plane_bytes(scheme: WeightScheme, out: int, inp: int) -> int:
     bits, groups = 4 if scheme.bits <= 4 else 8, scheme.groups(inp)
     _, group, k = _shape(scheme.group_width(inp), groups, inp, 16 // bits)
     scales = 4 * (1 if groups == 1 else -(-k // group))
-    return _round_up(out, PAD_N) * (k * bits // 8 + scales * (1 if scheme.symmetric else 2))
+    return round_up(out, PAD_N) * (k * bits // 8 + scales * (1 if scheme.symmetric else 2))
 
 
 def _wrapped(words: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.grouped import NOT_GROUPED, Grouping, grouped_rows
 from qserve.kernels.triton.inputs import gather_columns
 from qserve.kernels.triton.launch import at
-from qserve.kernels.triton.prepack import dense_planes, planes
+from qserve.kernels.triton.prepack import PAD_N, dense_planes, planes, round_up
 from qserve.kernels.triton.target import Target, takes_ptx, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.tuning.tuned import choose, left_out
@@ -212,7 +212,8 @@ class WeightOnly:
             return default(rows, held.bits, held.group, gpu, batch_invariant)
 
         if batch_invariant:
-            least = resolve(usual(1), 1, held.padded_n, held.blocks, gpu.sms)
+            outputs = held.padded_n if self.op.whole is None else round_up(self.op.whole, PAD_N)
+            least = resolve(usual(1), 1, outputs, held.blocks, gpu.sms)
             return replace(usual(min(rows, 32)), splits=least.splits)
         dtype = str(self.op.x.dtype).removeprefix("torch.")
         self.key = f"weight_only {dtype} bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"

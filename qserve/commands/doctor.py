@@ -10,7 +10,7 @@ def doctor() -> None:
     from importlib.metadata import PackageNotFoundError, version
 
     from qserve.evals.report import environment
-    from qserve.kernels import registry
+    from qserve.kernels import process_group, registry
     from qserve.kernels.threads import cpu_ranges, default_threads, usable_cpus
 
     for key, value in environment().items():
@@ -37,4 +37,6 @@ def doctor() -> None:
                 console.line(f"{'':<13}{name:<16}{state}")
             for line in registry.configurations():
                 console.line(f"{'':<13}{'configurations':<16}{line}")
+    missing = process_group.missing()
+    console.line(f"{'ranks':<13}of CPUs through shared memory; of GPUs {f'not: {missing}' if missing else 'by NCCL'}")
     console.line(f"{'selected':<13}{registry.make().name}")

@@ -110,8 +110,8 @@ TensorParallelSize = Annotated[
     typer.Option(
         "--tensor-parallel-size",
         "-tp",
-        help="Processes that share the model on the CPUs of this machine, each with a shard of its weights. Answers "
-        "stay the same.",
+        help="Processes that share the model on the CPUs of this machine, or on its GPUs, each with a shard of its "
+        "weights. On CPUs answers stay the same.",
     ),
 ]
 PipelineParallelSize = Annotated[

@@ -22,9 +22,10 @@ class _Rounded(Weights):
     """Dense linears rounded to int8: guesses need no more, and are read in half the time."""
 
     def linear(
-        self, module: str, out: int, inp: int, *, rows: Tensor | None = None, transposed: bool = False
+        self, module: str, out: int, inp: int, *, rows: Tensor | None = None, inputs: range | None = None,
+        transposed: bool = False,
     ) -> tuple[Weight, Tensor | None]:
-        weight, bias = super().linear(module, out, inp, rows=rows, transposed=transposed)
+        weight, bias = super().linear(module, out, inp, rows=rows, inputs=inputs, transposed=transposed)
         return round_to_int8(weight) if isinstance(weight, Tensor) else weight, bias
 
 

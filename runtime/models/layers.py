@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
+from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows, take_rows
 from qserve.kernels.executor import Placement
 from qserve.kernels.int8 import round_to_int8
 from qserve.kernels.ops import (
@@ -50,7 +50,7 @@ class Buffers:
 
     x           [tokens, hidden_size] float32: the residual stream, divided by the family's residual multiplier
     sublayer    [tokens, hidden_size] float32: the output of a sublayer, where a norm follows
-    normed, qkv, attended, gate_up, activated  [tokens, …]
+    normed, qkv, attended, gate_up, activated, gathered  [tokens, …]
     last        [rows, hidden_size] float32: the residual stream of the rows whose logits are wanted
     states      [rows, hidden_size]: the same behind the last norm
     logits      [rows, vocab_size] float32
@@ -63,7 +63,8 @@ class Buffers:
     q_scale     float32 [positions], or None
     hidden      [tokens, hidden_size] float32: copies of x as it is before some layers, where they are asked for
 
-    Of qkv, gates and gate_up a rank has its own columns. All ranks share x, sublayer, attended, activated, and logits.
+    Of qkv, gates and gate_up a rank has its own columns. All ranks share x, sublayer, attended, activated, and logits,
+    or each has its own; then attended and activated have the rank's own columns, too, and gathered is memory for all.
     """
 
     x: Tensor
@@ -73,6 +74,7 @@ class Buffers:
     attended: Tensor
     gate_up: Tensor
     activated: Tensor
+    gathered: Tensor
     last: Tensor
     states: Tensor
     logits: Tensor
@@ -117,16 +119,17 @@ class Buffers:
 
         scale = query_scale(config, positions)
         gate_up = activations(tokens, 2 * own_inner if config.family.gated else own_inner)
-        in_place = not config.family.gated and group.shard.size == 1
+        in_place = not config.family.gated and (group.shard.size == 1 or group.apart)
         behind = config.modules.attention_out_norm or config.modules.mlp_out_norm
         return cls(
             x=shared(tokens, hidden, torch.float32),
             sublayer=shared(tokens if behind else 0, hidden, torch.float32),
             normed=activations(tokens, hidden),
             qkv=activations(tokens, 0 if config.latent else (len(queries) + 2 * len(keys)) * config.head_dim),
-            attended=shared(tokens, config.attended_size),
+            attended=shared(tokens, len(queries) * config.head_dim if group.apart else config.attended_size),
             gate_up=gate_up,
-            activated=gate_up if in_place else shared(tokens, inner),
+            activated=gate_up if in_place else shared(tokens, own_inner if group.apart else inner),
+            gathered=activations(tokens, max(config.attended_size, inner) if group.apart else 0),
             last=torch.empty(rows, hidden, device=device),
             states=activations(rows, hidden),
             logits=shared(rows, config.vocab_size, torch.float32).zero_(),  # a classifier leaves them so
@@ -158,6 +161,7 @@ class LayerBuilder:
 
     Each product computes the outputs of this rank's shard and writes them into its columns of a buffer that all ranks
     share; ``RankGroup.gather`` follows. What adds to a whole row of such a buffer is done by the first rank alone.
+    Where each rank has a buffer of its own, all do that, and look up whole embeddings.
     """
 
     def __init__(
@@ -174,6 +178,7 @@ class LayerBuilder:
         self._group = group = group or RankGroup()
         self._queries, self._keys = group.shard.heads(config.num_attention_heads, config.num_key_value_heads)
         self._hidden, self._vocab = group.shard.part(config.hidden_size), group.shard.part(config.vocab_size)
+        self._looked_up = self._vocab if group.shares_memory else range(config.vocab_size)
         self._stream = _columns(buffers.x, self._hidden)
         self._eps = config.rms_norm_eps / config.multipliers.residual**2
         self._table: Weight | None = None
@@ -181,14 +186,14 @@ class LayerBuilder:
     def embed(self) -> list[Op]:
         config, buffers = self._config, self._buffers
         scale = config.multipliers.embedding / config.multipliers.residual
-        ops: list[Op] = [Embed(self._embedding(), buffers.x, buffers.greedy, scale, self._vocab.start)]
-        ops += self._group.gather(buffers.x)
+        meet = self._group.gather(buffers.x) if self._group.shares_memory else []
+        ops: list[Op] = [Embed(self._embedding(), buffers.x, buffers.greedy, scale, self._looked_up.start), *meet]
         if (positions := config.modules.positions) is not None:
-            if self._group.is_first:
+            if self._group.adds_rows:
                 count = config.max_position_embeddings + config.modules.position_offset
                 table = self._weights.tensor(f"{positions}.weight", count, config.hidden_size)
                 ops.append(PositionEmbed(table, buffers.x, config.modules.position_offset))
-            ops += self._group.gather(buffers.x)
+            ops += meet
         return ops
 
     def layer(self, i: int, kept: Sequence[Tensor], x: Tensor | None = None) -> list[Op]:
@@ -226,15 +231,18 @@ class LayerBuilder:
             weight, bias = self._weights.linear(output, config.vocab_size, config.hidden_size, rows=rows)
         else:
             weight = self._embedding()
+            if self._looked_up != self._vocab:
+                rows = torch.tensor(self._vocab)
+                weight = weight[rows] if isinstance(weight, Tensor) else take_rows(weight, rows)
         if int8 and isinstance(weight, Tensor):
             weight = round_to_int8(weight)
         if bias is not None and multiplier != 1.0:
             bias = bias.float() * multiplier
-        cap = config.logit_cap
+        cap, own = config.logit_cap, _columns(buffers.logits, self._vocab)
         ops = [
             *self._last_norm(multiplier),
-            Linear(buffers.states, weight, _columns(buffers.logits, self._vocab), bias, rows="logits"),
-            *self._group.gather(buffers.logits, "logits"),
+            Linear(buffers.states, weight, own, bias, rows="logits", whole=config.vocab_size),
+            *self._group.gather(buffers.logits, self._divided(config.vocab_size), "logits"),
         ]
         if self._group.is_first:
             ops += [SoftCap(buffers.logits, cap)] if cap else []
@@ -242,10 +250,10 @@ class LayerBuilder:
         return ops
 
     def _embedding(self) -> Weight:
-        """The rows of the embedding that this rank has, read once for a tied head."""
+        """The rows of the embedding that this rank looks up, read once for a tied head."""
         config = self._config
         if self._table is None:
-            rows = part_of(config.vocab_size, self._vocab)
+            rows = part_of(config.vocab_size, self._looked_up)
             self._table, _ = self._weights.linear(
                 config.modules.embedding, config.vocab_size, config.hidden_size, rows=rows
             )
@@ -352,9 +360,12 @@ class LayerBuilder:
                 config.windows[i], k_scale, v_scale, config.score_cap, sinks,
             ),
             *([SigmoidMul(buffers.gates, attended)] if gates else []),
-            *self._group.gather(buffers.attended),
         ]  # fmt: skip
-        return compute, self._to_stream(layer, config.modules.out, buffers.attended, config.modules.attention_out_norm)
+        whole = config.num_attention_heads, config.num_key_value_heads
+        own = [shard.heads(*whole)[0] for shard in self._group.shard.all]
+        parts = [range(part.start * dim, part.stop * dim) for part in own]
+        norm = config.modules.attention_out_norm
+        return compute, self._to_stream(layer, config.modules.out, buffers.attended, parts, norm)
 
     def _latent(self, i: int, layer: str, x: Tensor, cache: Tensor) -> tuple[list[Op], list[Op]]:
         """Like ``_attention``."""
@@ -364,7 +375,8 @@ class LayerBuilder:
         compute = latent_attention(
             config, self._weights, layer, x, buffers.latent, buffers.attended, cache, rotation, self._joined
         )
-        return compute, self._to_stream(layer, config.modules.out, buffers.attended, None)
+        parts = self._divided(config.attended_size)
+        return compute, self._to_stream(layer, config.modules.out, buffers.attended, parts, None)
 
     def _delta(self, i: int, layer: str, x: Tensor, conv: Tensor, state: Tensor) -> tuple[list[Op], list[Op]]:
         """The operations of a gated delta net, and those that add it to the residual stream."""
@@ -375,7 +387,8 @@ class LayerBuilder:
             *self._joined(layer, modules.delta_in, sizes, x, buffers.projected, orders),
             *recurrence(config, modules, self._weights, layer, buffers, conv, state, self._config.rms_norm_eps),
         ]
-        return compute, self._to_stream(layer, modules.delta_out, buffers.out, None)
+        parts = self._divided(buffers.out.shape[1])
+        return compute, self._to_stream(layer, modules.delta_out, buffers.out, parts, None)
 
     def _mlp(self, layer: str, x: Tensor) -> tuple[list[Op], list[Op]]:
         """The operations that compute the feed-forward, and those that add it to the residual stream."""
@@ -385,9 +398,9 @@ class LayerBuilder:
         compute = [
             *self._up(layer, modules.up, 2 if gated else 1, inner, part, x, buffers.gate_up),
             Activation(buffers.gate_up, activated, self._config.activation, gated),
-            *self._group.gather(buffers.activated),
         ]
-        return compute, self._to_stream(layer, modules.down, buffers.activated, modules.mlp_out_norm)
+        parts = self._divided(inner)
+        return compute, self._to_stream(layer, modules.down, buffers.activated, parts, modules.mlp_out_norm)
 
     def _up(
         self, layer: str, names: Sequence[str], projections: int, inner: int, part: range, x: Tensor, out: Tensor
@@ -412,30 +425,55 @@ class LayerBuilder:
         if config.moe.shared_gate:
             weight, bias = self._weights.linear(f"{layer}.{modules.shared_gate}", 1, x.shape[1])
             ops += [Linear(x, weight, gate, bias), SigmoidMul(gate, activated)]
-        ops += self._group.gather(buffers.moe.shared_activated)
-        return [], [*ops, *self._to_stream(layer, modules.shared_down, buffers.moe.shared_activated, None)]
+        shared = buffers.moe.shared_activated
+        return [], [*ops, *self._to_stream(layer, modules.shared_down, shared, self._divided(inner), None)]
 
-    def _to_stream(self, layer: str, module: str, x: Tensor, norm: str | None) -> list[Op]:
-        """The linear ``module`` of ``x`` is added to the residual stream, behind ``norm`` where there is one."""
-        config, group = self._config, self._group
-        stream, sublayer = self._buffers.x, self._buffers.sublayer
-        weight, bias = self._linear(
-            f"{layer}.{module}", config.hidden_size, x.shape[1], part_of(config.hidden_size, self._hidden)
-        )
-        out = self._stream if norm is None else _columns(sublayer, self._hidden)
-        adapters: list[Op] = []
+    def _to_stream(self, layer: str, module: str, x: Tensor, parts: Sequence[range], norm: str | None) -> list[Op]:
+        """The linear ``module`` of ``x`` is added to the residual stream, behind ``norm`` where there is one.
+        ``parts``: the columns of x that each rank has written."""
+        config, group, stream = self._config, self._group, self._buffers.x
+        into = stream if norm is None else self._buffers.sublayer
+        product = self._reduced if group.exchange == "all-reduce" else self._gathered
+        ops = product(f"{layer}.{module}", x, into, parts, accumulate=norm is None)
+        if norm is not None:
+            if group.adds_rows:
+                scale = self._norm_weight(f"{layer}.{norm}", (config.hidden_size,))
+                ops.append(RMSNorm(into, scale, stream, config.rms_norm_eps, accumulate=True))
+            ops += group.gather(stream) if group.shares_memory else []
+        return ops
+
+    def _gathered(
+        self, module: str, x: Tensor, into: Tensor, parts: Sequence[range], *, accumulate: bool
+    ) -> list[Op]:
+        """Its own outputs of a product, by each rank."""
+        size, width, group = self._config.hidden_size, parts[-1].stop, self._group
+        weight, bias = self._linear(module, size, width, part_of(size, self._hidden))
+        out = self._stream if accumulate else _columns(into, self._hidden)
+        own, x = x, self._buffers.gathered.flatten()[: len(x) * width].view(-1, width) if group.apart else x
+        ops = [*group.gather(x, parts, own=own), Linear(x, weight, out, bias, accumulate, whole=size)]
         if self._lora is not None:
-            adapters.append(self._lora.after([f"{layer}.{module}"], [config.hidden_size], x, out))
-        if norm is None:
-            return [Linear(x, weight, out, bias, accumulate=True), *adapters, *group.gather(stream)]
-        ops: list[Op] = [Linear(x, weight, out, bias), *adapters, *group.gather(sublayer)]
-        if group.is_first:
-            scale = self._norm_weight(f"{layer}.{norm}", (config.hidden_size,))
-            ops.append(RMSNorm(sublayer, scale, stream, config.rms_norm_eps, accumulate=True))
-        return [*ops, *group.gather(stream)]
+            ops.append(self._lora.after([module], [size], x, out))
+        return [*ops, *group.gather(into, self._divided(size))]
 
-    def _linear(self, module: str, out: int, inp: int, order: Tensor | None = None) -> tuple[Weight, Tensor | None]:
-        return self._weights.linear(module, out, inp, rows=order, transposed=self._config.modules.transposed)
+    def _reduced(
+        self, module: str, x: Tensor, into: Tensor, parts: Sequence[range], *, accumulate: bool
+    ) -> list[Op]:
+        """The terms of a product that its own inputs give, by each rank. The first one's also have what there is once:
+        the bias, and the residual stream."""
+        group, size = self._group, self._config.hidden_size
+        weight, bias = self._linear(module, size, parts[-1].stop, inputs=parts[group.shard.rank])
+        once = group.is_first
+        return [Linear(x, weight, into, bias if once else None, accumulate and once), *group.reduce(into)]
+
+    def _divided(self, count: int) -> tuple[range, ...]:
+        """The part of ``count`` outputs that each rank has."""
+        return tuple(shard.part(count) for shard in self._group.shard.all)
+
+    def _linear(
+        self, module: str, out: int, inp: int, order: Tensor | None = None, inputs: range | None = None
+    ) -> tuple[Weight, Tensor | None]:
+        transposed = self._config.modules.transposed
+        return self._weights.linear(module, out, inp, rows=order, inputs=inputs, transposed=transposed)
 
     def _joined(
         self,
@@ -466,16 +504,16 @@ class LayerBuilder:
         if device := next((b.device for _, b, _ in loaded if b is not None), None):
             bias = torch.cat([torch.zeros(n, device=device) if b is None else b.float() for _, b, n in loaded])
         if len(dense) == len(loaded) and len({w.dtype for w in dense}) == 1:
-            return [Linear(x, torch.cat(dense), out, bias)]
+            return [Linear(x, torch.cat(dense), out, bias, whole=sum(sizes))]
         if len(packed) == len(loaded):
             try:
-                return [Linear(x, concat_rows(packed), out, bias)]
+                return [Linear(x, concat_rows(packed), out, bias, whole=sum(sizes))]
             except ValueError:
                 pass  # different schemes: separate products into the columns of one buffer
         ops: list[Op] = []
         start = 0
-        for weight, own, size in loaded:
-            ops.append(Linear(x, weight, out[:, start : start + size], own))
+        for (weight, own, size), whole in zip(loaded, sizes):
+            ops.append(Linear(x, weight, out[:, start : start + size], own, whole=whole))
             start += size
         return ops
 

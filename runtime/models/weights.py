@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.quantized_weight import QuantizedWeight, take_rows
+from qserve.checkpoint.quantized_weight import QuantizedWeight, take_inputs, take_rows
 from qserve.checkpoint.source import ModelSource
 
 Weight = Tensor | QuantizedWeight
@@ -29,11 +29,15 @@ class Weights:
         return module in self._quantized
 
     def linear(
-        self, module: str, out: int, inp: int, *, rows: Tensor | None = None, transposed: bool = False
+        self, module: str, out: int, inp: int, *, rows: Tensor | None = None, inputs: range | None = None,
+        transposed: bool = False,
     ) -> tuple[Weight, Tensor | None]:
         """The weight [out, in] of a linear without its bias, and the bias [out]. ``rows`` int64: these outputs alone,
-        in this order. Of a dense weight no others are read if they follow each other. ``transposed``: a dense weight is
-        stored [in, out]."""
+        in this order. Of a dense weight no others are read if they follow each other. ``inputs``: these columns alone.
+        ``transposed``: a dense weight is stored [in, out].
+
+        Raises ``CheckpointError`` where ``inputs`` cut groups of a packed weight.
+        """
         if module in self._quantized:
             packed = self._read_linear(module)
             if (packed.out_features, packed.in_features) != (out, inp):
@@ -42,6 +46,7 @@ class Weights:
                     f"the configuration says {out}x{inp}"
                 )
             packed = packed if rows is None else take_rows(packed, rows)
+            packed = packed if inputs is None else take_inputs(packed, inputs)
             return replace(packed, bias=None), packed.bias
         shape = (inp, out) if transposed else (out, inp)
         part = None if rows is None or transposed else _consecutive(rows)
@@ -51,6 +56,8 @@ class Weights:
         bias = self.tensor(f"{module}.bias", out) if self.source.has(f"{module}.bias") else None
         if rows is not None:
             weight, bias = weight if part else weight[rows], None if bias is None else bias[rows]
+        if inputs is not None:
+            weight = weight[:, inputs.start : inputs.stop].contiguous()
         return weight, bias
 
     def tensor(self, name: str, *shape: int, rows: range | None = None) -> Tensor:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from qserve.kernels.ops import AllGather, Op, Rows
+from qserve.kernels import process_group
+from qserve.kernels.ops import AllGather, AllReduce, Op, Rows
 from qserve.kernels.ranks import ALONE, Ranks
 from qserve.runtime.parallel.shard import Shard
 from qserve.runtime.parallel.stage import Stage
+
+Exchange = Literal["memory", "all-gather", "all-reduce"]
+"""How ranks with shards get what others computed: they write into buffers that all share; or each has buffers of its
+own, and they send each other the outputs of a product, or the terms of its sums, of which each has computed some."""
 
 _ROOM = 1 << 40  # that a file in memory may grow to; what nothing touches takes none
 
@@ -45,12 +52,16 @@ class SharedMemory:
 class RankGroup:
     """A ``shard`` of every layer, or a ``stage`` of the layers, among those of the others; by default the whole model.
     ``memory`` is shared by all ranks; without it nothing can be exchanged, but sizes are the same. ``shared_bytes``:
-    what was taken of it by ``empty``."""
+    what was taken of it by ``empty``. ``exchange``: of shards; all but ``memory`` go by ``kernels.process_group``."""
 
     def __init__(
-        self, shard: Shard | None = None, memory: SharedMemory | None = None, stage: Stage | None = None
+        self,
+        shard: Shard | None = None,
+        memory: SharedMemory | None = None,
+        stage: Stage | None = None,
+        exchange: Exchange = "memory",
     ) -> None:
-        self.shard, self.stage = shard or Shard(), stage or Stage()
+        self.shard, self.stage, self.exchange = shard or Shard(), stage or Stage(), exchange
         self.shared_bytes = 0
         self._memory = memory
         self.ranks = ALONE
@@ -64,18 +75,64 @@ class RankGroup:
         return self.ranks if self.shard.size > 1 else ALONE
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether buffers of ``empty`` are the same in all ranks."""
+        return self.shard.size > 1 and self.exchange == "memory"
+
+    @property
+    def apart(self) -> bool:
+        """Whether each rank has buffers of its own."""
+        return self.shard.size > 1 and self.exchange != "memory"
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank does what only one may."""
         return self.shard.rank == 0
 
+    @property
+    def adds_rows(self) -> bool:
+        """Whether this rank does what is added to whole rows of a buffer of ``empty``."""
+        return self.is_first or self.apart
+
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer that all ranks write and read."""
-        if self.shard.size > 1:
+        """A buffer of which each rank writes a part and reads all."""
+        if self.shares_memory:
             self.shared_bytes += prod(shape) * dtype.itemsize
             if self._memory is not None:
                 return self._memory.take(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def gather(self, out: Tensor, rows: Rows = "tokens") -> list[Op]:
-        """The operation behind the last write to ``out``; none where there is one rank."""
+    def gather(
+        self, out: Tensor, split: Sequence[range] = (), rows: Rows = "tokens", own: Tensor | None = None
+    ) -> list[Op]:
+        """The operation behind the last write to ``out``, where there are several ranks. ``split`` and ``own``: as
+        ``AllGather`` takes them, where ranks do not share memory."""
+        if self.apart:
+            return [AllGather(out, self.sharing, rows, tuple(split), own)]
         return [AllGather(out, self.sharing, rows)] if self.shard.size > 1 else []
+
+    def reduce(self, out: Tensor) -> list[Op]:
+        """The operation behind the last write to ``out``, of which each rank has some terms."""
+        return [AllReduce(out, self.sharing)]
+
+    def give_up(self) -> None:
+        """A rank has ended: what waits for it need not any more."""
+        self.ranks.give_up()
+        if self.exchange != "memory":
+            process_group.give_up()
+
+    def leave(self) -> None:
+        """Exchange no more."""
+        if self.exchange != "memory":
+            process_group.leave()
+
+    def share(self, out: Tensor) -> None:
+        """``out`` becomes that of the first rank, where each has one of its own."""
+        if self.apart:
+            process_group.broadcast(self.ranks, out)
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The least of the numbers that ranks have which do not share memory."""
+        if self.apart:
+            return process_group.least(self.ranks, number, device)
+        return number

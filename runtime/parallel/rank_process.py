@@ -15,7 +15,7 @@ import torch
 from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.source import open_model
 from qserve.kernels.ranks import RankLost
-from qserve.runtime.native_backend import load_rank
+from qserve.runtime.native_backend import load_rank, settle
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.rank_processes import TASK
 
@@ -36,9 +36,10 @@ def main() -> None:
     threading.Thread(target=end_with_the_engine, daemon=True).start()
     try:
         memory = SharedMemory(int(sys.argv[2]))
-        group = RankGroup(task.shard, memory, task.stage)
+        group = RankGroup(task.shard, memory, task.stage, task.exchange)
         source = open_model(task.model, offline=True, in_floats=task.in_floats)
-        decoder, channel = load_rank(source, task.config, task.limits, group, memory)
+        decoder, channel = load_rank(source, task.config, task.limits, group, memory, task.port)
+        settle(decoder, task.memory, task.config, group=group)
         gc.collect()
         gc.freeze()
         torch.set_num_threads(1)

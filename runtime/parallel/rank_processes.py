@@ -16,7 +16,9 @@ from pydantic import TypeAdapter
 
 from qserve.kernels.ranks import RankLost
 from qserve.runtime.config import EngineConfig
+from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.decoder import DecoderLimits
+from qserve.runtime.parallel.group import Exchange
 from qserve.runtime.parallel.shard import Shard
 from qserve.runtime.parallel.stage import Stage
 
@@ -28,12 +30,16 @@ _GRACE = 5.0  # seconds in which a process must end that was told to
 @dataclass(frozen=True)
 class RankTask:
     """What a rank needs to load its part, a ``shard`` or a ``stage``. ``model``: the path of the checkpoint.
-    ``in_floats``: a GGUF file stays so."""
+    ``in_floats``: a GGUF file stays so. ``memory``: as it was planned. ``port``: that of the first rank, where
+    ranks do not share memory."""
 
     model: str
     in_floats: bool
     config: EngineConfig
     limits: DecoderLimits
+    memory: MemoryPlan
+    exchange: Exchange
+    port: int | None
     shard: Shard
     stage: Stage
 
@@ -48,15 +54,21 @@ TASK = TypeAdapter(RankTask)
 
 class RankProcesses:
     """Starts a rank for each of ``tasks``, which load while this process goes on. ``failure`` says why one has ended
-    that should not have. Once it is set, ``give_up`` is called, by another thread.
+    that should not have. Once it is set, ``give_up`` is called, by another thread. ``leave`` is called by ``stop``.
 
     A process reads its task from a socket. When that is closed, because this process called ``stop`` or has ended
     however, the other one ends at once.
     """
 
-    def __init__(self, tasks: Sequence[RankTask], memory_fd: int, give_up: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[RankTask],
+        memory_fd: int,
+        give_up: Callable[[], None],
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
         self.failure: str | None = None
-        self._give_up = give_up
+        self._give_up, self._leave = give_up, leave
         self._stopping = False
         self._processes: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         for task in tasks:
@@ -66,7 +78,8 @@ class RankProcesses:
             command = [sys.executable, "-P", "-m", "qserve.runtime.parallel.rank_process", *map(str, fds)]
             with theirs:
                 process = subprocess.Popen(command, pass_fds=fds, start_new_session=True)
-            ours.sendall(TASK.dump_json(task) + b"\n")
+            with contextlib.suppress(OSError):  # it has ended already, as its watch will say
+                ours.sendall(TASK.dump_json(task) + b"\n")
             self._processes.append((process, ours))
             watch = threading.Thread(
                 target=self._watch, args=(task.rank, process, ours), name=f"qserve-rank-{task.rank}"
@@ -89,6 +102,7 @@ class RankProcesses:
     def stop(self) -> None:
         """End them."""
         self._stopping = True
+        self._leave()
         for _, ours in self._processes:
             with contextlib.suppress(OSError):  # it has ended already
                 ours.shutdown(socket.SHUT_RDWR)
@@ -102,7 +116,8 @@ class RankProcesses:
         self._processes.clear()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], ours: socket.socket) -> None:
-        with ours.makefile("rb") as lines:
+        said = ""
+        with contextlib.suppress(OSError), ours.makefile("rb") as lines:  # where it ended before it read its task
             said = lines.read().decode(errors="replace").strip()  # until it ends
         if self._stopping:
             return

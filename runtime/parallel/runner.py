@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -30,7 +32,7 @@ class _FirstRank:
         return self._decoder.kv
 
     def run(self, *steps: Step) -> None:
-        self._channel.run(steps)
+        self._channel.run(steps, self.greedy)
         self._decoder.run(*steps)
 
     def head(self, step: Step, rows: Tensor) -> None:
@@ -55,6 +57,16 @@ class ParallelRunner(DecoderRunner):
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         with self.processes.explained():
             return super().run(plan, prompt_sink)
+
+    def _fetched(self, sampling: tuple[str, ...]) -> StepOutput:
+        output = super()._fetched(sampling)
+        return replace(output, wait=partial(self._wait, output.wait))
+
+    def _wait(self, wait: Callable[[], None]) -> None:
+        """A GPU goes on where another one has ended, with rubbish."""
+        wait()
+        with self.processes.explained():
+            self._channel.require_all()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self._channel.copy(copies)

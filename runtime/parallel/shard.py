@@ -1,5 +1,6 @@
-"""``Shard``: which part of a model a rank has. Outputs of products are divided and never their inputs: each sum is
-computed whole by one rank, in the order that it has on a single one.
+"""``Shard``: which part of a model a rank has. Outputs of products are divided: each sum is computed whole by one rank,
+in the order that it has on a single one. Where ranks reduce (``Exchange``), every second product is divided by the same
+parts of its inputs instead.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ class Shard:
 
     rank: int = 0
     size: int = 1
+
+    @property
+    def all(self) -> tuple[Shard, ...]:
+        """Those of all ranks, in their order."""
+        return tuple(Shard(rank, self.size) for rank in range(self.size))
 
     def part(self, count: int, unit: int = LANES) -> range:
         """Its share of ``count`` outputs, in units of ``unit`` where each rank gets one. Not empty where ``count`` is

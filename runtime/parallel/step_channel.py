@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qserve.kernels import native
 from qserve.kernels.executor import Step
+from qserve.kernels.ranks import RankLost
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.step_memory import StepMemory
@@ -22,16 +23,18 @@ class StepChannel:
 
     def __init__(self, memory: SharedMemory, group: RankGroup, limits: DecoderLimits, groups: int) -> None:
         """``groups``: of layers. ``limits``: of the decoders; no step has more requests than ``max_logits``."""
-        self._meet = native.meeting(group.ranks)
+        self._meet, self._group = native.meeting(group.ranks), group
         self._order = memory.take((8,), torch.int32).numpy()
         self._rows = memory.take((limits.max_logits,), torch.int32)
         self._step = StepMemory(memory, limits, groups)
         self._copies = memory.take((2 * limits.num_blocks, 2), torch.int32)
 
-    def run(self, steps: Sequence[Step]) -> None:
-        """Let the others run the step that follows: its form for each group of layers."""
+    def run(self, steps: Sequence[Step], sampled: Tensor) -> None:
+        """Let the others run the step that follows: its form for each group of layers. ``sampled``: the tokens that
+        its placeholders stand for (``Embed``)."""
         self._meet()
         self._publish(_RUN, *self._step.write(steps))
+        self._group.share(sampled)
 
     def head(self, rows: Tensor | None) -> None:
         """Let the others compute their part of the logits of these rows of the step; None: of its ``logit_rows``."""
@@ -52,6 +55,11 @@ class StepChannel:
         """Return when every rank has come here: all are loaded."""
         self._meet()
 
+    def require_all(self) -> None:
+        """Raises ``RankLost`` where a rank has ended."""
+        if self._group.ranks.lost():
+            raise RankLost
+
     def follow(self, decoder: Decoder) -> None:
         """Do what the first rank says, until it ends: then ``RankLost`` is raised."""
         steps: tuple[Step, ...] = ()
@@ -61,6 +69,7 @@ class StepChannel:
             order, *shape = self._order.tolist()
             if order == _RUN:
                 steps = self._step.read(tuple(shape[:5]))
+                self._group.share(decoder.greedy)
                 decoder.run(*steps)
             elif order == _HEAD:
                 decoder.head(steps[0], steps[0].logit_rows if shape[0] < 0 else self._rows[: shape[0]])

@@ -8,15 +8,19 @@ from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.hf import HFDirectory
 from qserve.checkpoint.source import ModelSource
+from qserve.kernels import process_group
 from qserve.kernels.executor import Executor
 from qserve.kernels.threads import default_threads
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.models.config import DecoderConfig
+from qserve.runtime.parallel.group import Exchange
+from qserve.runtime.parallel.shard import Shard
 
 
-def require_served(source: ModelSource, model: DecoderConfig, config: EngineConfig) -> None:
-    """Raises ``UsageError`` or ``CapacityError`` where the ranks of ``config`` cannot serve this."""
+def require_served(source: ModelSource, model: DecoderConfig, config: EngineConfig, executor: Executor) -> None:
+    """Raises ``UsageError`` or ``CapacityError`` where the ranks of ``config`` cannot serve this on ``executor``."""
     size, asked, shards = config.num_ranks, option(config), config.tensor_parallel_size > 1
+    on_gpus = executor.name == "triton"
     others = {
         "LoRA adapters": config.enable_lora,
         "--kv-offload-memory, --kv-offload-dir and --kv-transfer": bool(config.offload_memory),
@@ -24,6 +28,8 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
         f"latent attention, as {model.model_type} has it,": shards and model.latent is not None,
         f"the states that {model.model_type} keeps of sequences": model.delta is not None,
         f"norms of all heads together, as {model.model_type} has them,": shards and model.family.qk_norm == "all",
+        "a mixture of experts on GPUs": on_gpus and model.moe is not None,
+        "--autotune": config.autotune,
     }
     for what, is_asked in others.items():
         if is_asked:
@@ -36,6 +42,9 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
     for what, count in counts.items():
         if count < size:
             raise UsageError(f"{asked}: {source.name} has {count} {what}, and each rank needs one of its own")
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if on_gpus and (heads % size or (kv_heads % size and size % kv_heads)):
+        raise UsageError(f"{asked}: {heads} attention heads and {kv_heads} key heads do not divide evenly among GPUs")
     if config.cpu_list is not None and len(config.cpu_list) % size:
         raise UsageError(f"{asked}: --cpu-list names {len(config.cpu_list)} CPUs, which must be as many for each rank")
 
@@ -53,10 +62,34 @@ def rank_of_engine(config: EngineConfig) -> int:
 
 
 def require_executor(executor: Executor, config: EngineConfig) -> None:
-    """Raises ``UsageError`` where ranks do not compute on this."""
-    if executor.name != "native":
-        raise UsageError(f"{option(config)} is served by the C kernels of CPUs alone, not by the "
-                         f"{executor.name} kernels: choose --kernels native, or start a server for each GPU")
+    """Raises ``UsageError`` where ranks do not compute on this, ``CapacityError`` where there are too few GPUs."""
+    if executor.name != "native" and (executor.name != "triton" or config.pipeline_parallel_size > 1):
+        instead = "--tensor-parallel-size" if executor.name == "triton" else "--kernels native"
+        raise UsageError(f"{option(config)} is not served by the {executor.name} kernels: choose {instead}")
+    if executor.placement.device.type == "cuda" and (missing := process_group.missing(config.num_ranks)):
+        raise CapacityError(f"{option(config)}: {missing}; choose fewer ranks, or --kernels native")
+
+
+def exchange_of(executor: Executor, source: ModelSource, model: DecoderConfig, config: EngineConfig) -> Exchange:
+    """How the shards of ``source`` get what others computed. Sums of terms take half the exchanges, but their last bits
+    change with the batch, and the terms that a rank computes are those of whole groups of inputs."""
+    if executor.name == "native" or config.tensor_parallel_size == 1:
+        return "memory"
+    spec, modules = source.spec, model.modules
+    if executor.batch_invariant or (spec is not None and spec.act_order):
+        return "all-gather"
+    shards = Shard(0, config.tensor_parallel_size).all
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    ends = {
+        modules.out: [shard.heads(heads, kv_heads)[0].stop * model.head_dim for shard in shards],
+        modules.down: [shard.part(model.intermediate_size).stop for shard in shards],
+    }
+    for module in source.linears():
+        scheme = spec.scheme_of(module) if spec is not None else None
+        cuts = next((cuts for name, cuts in ends.items() if module.endswith(f".{name}")), [])
+        if scheme is not None and not all(scheme.can_cut(cuts[-1], cut) for cut in cuts):
+            return "all-gather"
+    return "all-reduce"
 
 
 def threads_of(config: EngineConfig, rank: int) -> tuple[int | None, tuple[int, ...] | None]:

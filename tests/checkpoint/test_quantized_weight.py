@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows, take_rows
+from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows, take_inputs, take_rows
 from qserve.checkpoint.spec import WeightScheme
 
 SCHEME = WeightScheme(4, 8, symmetric=False)
@@ -73,3 +73,25 @@ def test_rows_are_taken_with_their_scales(zeros: bool) -> None:
     taken.check()
     assert torch.equal(taken.dequantize(), whole.dequantize()[rows]) and taken.bias is not None
     assert taken.bias.tolist() == [3.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("group", [8, -1])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_terms_of_some_inputs_add_up_to_the_product(group: int, zeros: bool) -> None:
+    """The last group is short."""
+    scheme = WeightScheme(4, group, symmetric=not zeros)
+    codes, groups = torch.arange(4 * 20).view(4, 20).remainder(16).to(torch.uint8), scheme.groups(20)
+    scales = torch.rand(4, groups) + 0.1
+    whole = QuantizedWeight(scheme, codes, scales, torch.full_like(scales, 3).to(torch.uint8) if zeros else None)
+    first, rest = take_inputs(whole, range(8)), take_inputs(whole, range(8, 20))
+    for part in (first, rest):
+        part.check()
+    assert torch.equal(torch.cat([first.dequantize(), rest.dequantize()], 1), whole.dequantize())
+
+
+def test_a_group_is_not_divided() -> None:
+    with pytest.raises(CheckpointError, match="inputs 4 to 16 are not whole groups of 8 inputs"):
+        take_inputs(weight(), range(4, 16))
+    shuffled = dataclasses.replace(weight(), g_idx=torch.zeros(16, dtype=torch.int32))
+    with pytest.raises(CheckpointError, match="inputs 0 to 8 are not whole groups"):
+        take_inputs(shuffled, range(8))

@@ -148,6 +148,7 @@ def test_doctor_says_what_is_selected(cli: Cli) -> None:
     assert re.search(r"^native +(available|missing)", done.out, re.MULTILINE)
     assert re.search(r"^threads +\d+ .*(CPUs \d.*|pinned)", done.out, re.MULTILINE)
     assert re.search(r"^triton +(available|missing)", done.out, re.MULTILINE)
+    assert re.search(r"^ranks +of CPUs through shared memory; of GPUs (by NCCL|not: .*)$", done.out, re.MULTILINE)
     assert re.search(r"^ +configurations +not used: ", done.out, re.MULTILINE), "there is no GPU to look them up for"
     for kernel in ("attention", "rope_kv fp8", "norm"):
         assert re.search(rf"^ +{kernel} .*", done.out, re.MULTILINE)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -154,19 +155,41 @@ def test_plans_that_qserve_run_cannot_serve_are_marked() -> None:
     def best(model: str, wish: Wish) -> Deployment:
         return choose(catalog.model(model), [catalog.gpu("h200")], Traffic(0.1), Slo(5, 1), Efficiency(), wish)[0]
 
-    alone, split = best("llama-3-8b", Wish(tp=1)), best("llama-3-8b", Wish(tp=2))
+    alone, split = best("llama-3-8b", Wish(tp=1)), best("llama-3-8b", Wish(tp=1, pp=2))
     foreign = best("llama-4-scout", Wish())
-    assert (alone.missing, split.missing) == ((), ("TP 2",)) and foreign.missing[0] == "the family llama4_text"
+    assert (alone.missing, split.missing) == ((), ("PP 2",)) and foreign.missing[0] == "the family llama4_text"
     shown = [dict(Document(plan, [plan], [], "").recommendation().rows)["served by"] for plan in (alone, split)]
-    assert shown == ["qserve run", "another engine: qserve run lacks TP 2"]
+    assert shown == ["qserve run", "another engine: qserve run lacks PP 2"]
     rows = [Document(plan, [plan], [], "").alternatives().rows[0][0] for plan in (alone, split)]
     assert [row.endswith(" *") for row in rows] == [False, True]
-    later = Served(("llama", "llama4_text"), tp=2)  # what later work adds to the table changes the marks, nothing else
-    assert later.missing(split.roofline.shape, Layout(2)) == () == later.missing(foreign.roofline.shape, Layout(1))
-    assert later.missing(foreign.roofline.shape, Layout(4, 2)) == ("TP 4", "PP 2")
+    later = Served(("llama", "llama4_text"), 2, 2)  # what later work adds to the table changes the marks, nothing else
+    assert later.missing(split.roofline.shape, Layout(1, 2)) == () == later.missing(foreign.roofline.shape, Layout(1))
+    assert later.missing(foreign.roofline.shape, Layout(4, 4)) == ("TP 4", "PP 4")
     latent = catalog.model("deepseek-v3")
     assert SERVED.missing(latent, Layout(1)) == () and SERVED.missing(latent, Layout(1), "fp8") == ("latents in fp8",)
-    assert set(SERVED.families) == set(native_families()) and (SERVED.tp, SERVED.pp) == (1, 1)
+    assert set(SERVED.families) == set(native_families()) and (SERVED.tp, SERVED.pp) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "lacks"),
+    [("llama-3-8b", ()), ("mixtral-8x7b", ("TP of experts",)), ("deepseek-v3", ("TP of experts", "TP of latents"))],
+)
+def test_what_is_not_divided_among_gpus_is_marked(model: str, lacks: tuple[str, ...]) -> None:
+    shape = catalog.model(model)
+    assert SERVED.missing(shape, Layout(8)) == lacks and SERVED.missing(shape, Layout(1)) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacks"),
+    [
+        ({"family": "olmo2"}, "TP of norms of all heads together"),
+        ({"state_bytes": 1}, "TP of states of sequences"),
+        ({"kv_heads": 6}, "TP of 6 key heads"),
+    ],
+)
+def test_what_a_model_has_that_is_not_divided(changes: dict[str, Any], lacks: str) -> None:
+    shape = dataclasses.replace(catalog.model("llama-3-8b"), **changes)
+    assert SERVED.missing(shape, Layout(4)) == (lacks,) and SERVED.missing(shape, Layout(1)) == ()
 
 
 def test_what_the_prefix_cache_has_is_not_computed() -> None:

@@ -130,11 +130,11 @@ SCHEMES: dict[str, tuple[str, WeightScheme, ActivationScheme | None, bool]] = {
 }  # fmt: skip
 
 
-def save_quantized(path: Path, scheme: str) -> Path:
+def save_quantized(path: Path, scheme: str, layers: int = 3) -> Path:
     """Random codes in the place of the linears of the layers."""
     form, weights, activations, shuffled = SCHEMES[scheme]
     changes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}
-    save_random("llama", {**changes, "intermediate_size": 128}, path)
+    save_random("llama", {**changes, "intermediate_size": 128, "num_hidden_layers": layers}, path)
     source, spec = HFDirectory(path), QuantSpec("rtn", weights, activations)
     with CheckpointWriter(path / "quantized", format=FORMATS[form]) as writer:
         for name in source.names():

@@ -96,7 +96,7 @@ def test_a_rank_that_dies_ends_the_engine_with_one_line(parallel: Engine) -> Non
     [
         ({"enable_lora": True}, "LoRA adapters cannot be combined"),
         ({"kv_offload_memory": 1 << 20}, "--kv-offload-dir and --kv-transfer cannot be combined"),
-        ({"kernels": "reference"}, "not by the reference kernels"),
+        ({"kernels": "reference"}, "not served by the reference kernels: choose --kernels native"),
         ({"tensor_parallel_size": 5}, "has 4 attention heads"),
         ({"backend": "transformers"}, "--tensor-parallel-size 2 is served by the native backend alone"),
         ({"speculative_config": SpeculativeConfig("draft_model", model="x")}, "a draft model cannot be combined"),
