@@ -21,11 +21,14 @@ _AT_ONCE, _FEW = 4, 4
 
 
 class FloatWalk:
-    """``windows`` int64 [samples, length] is the text; ``offload`` a directory for hidden states."""
+    """``windows`` int64 [samples, length] is the text; ``offload`` a directory for hidden states; ``hessian`` as in
+    ``LayerStats``."""
 
-    def __init__(self, skeleton: Skeleton, windows: Tensor, offload: Path | None = None) -> None:
+    def __init__(
+        self, skeleton: Skeleton, windows: Tensor, offload: Path | None = None, *, hessian: bool = True
+    ) -> None:
         samples, length = windows.shape
-        self._skeleton = skeleton
+        self._skeleton, self._hessian = skeleton, hessian
         self._inputs = Activations(samples, length, skeleton.hidden_size, offload)
         self._outputs = Activations(samples, length, skeleton.hidden_size, offload)
         self._calls, self._few = skeleton.stem(windows, _FEW, self._outputs)
@@ -43,7 +46,7 @@ class FloatWalk:
 
     @torch.no_grad()
     def enter(self, index: int) -> list[tuple[tuple[str, ...], LayerStats]]:
-        """(linears that share an input, its statistics with the Hessian) of block ``index``, which must be loaded.
+        """(linears that share an input, its statistics) of block ``index``, which must be loaded.
         Linears that no token reached are left out. Call it for every block in order, or from the resumed block on."""
         self._inputs, self._outputs = self._outputs, self._inputs
         block, linears, call = self._skeleton.block(index), self._skeleton.linears(index), self._calls[index]
@@ -51,7 +54,7 @@ class FloatWalk:
         stats: dict[str, LayerStats] = {}
 
         def before(name: str, inputs: Tensor) -> None:
-            stats.setdefault(name, LayerStats(inputs.shape[-1])).update(inputs)
+            stats.setdefault(name, LayerStats(inputs.shape[-1], hessian=self._hessian)).update(inputs)
 
         with Hooks({group[0]: linears[group[0]] for group in self._groups}, before), fast_products():
             for start in range(0, self._inputs.shape[0], _AT_ONCE):

@@ -1,8 +1,8 @@
 """``write_gguf``: a model as one file of llama.cpp's format, with the very numbers that it has.
 
 Symmetric integers in groups become ``Q4_0``, ``Q5_0`` or ``Q8_0``, what was quantized to llama.cpp's types keeps them,
-floats stay floats. The file is opened again before
-it is published: configuration and tokenizer must come back as they were.
+floats stay floats. The file is opened again before it is published: configuration and tokenizer must come back as they
+were.
 """
 
 from __future__ import annotations
@@ -193,11 +193,18 @@ def _blocks(source: ModelSource, module: str, stored: Stored, number: int) -> Ar
         raise CheckpointError(f"{source.name}: {module}: {error}") from None
 
 
+def moved_columns(stored: Stored) -> Tensor | None:
+    """int64 [in]: transformers' columns in the order of the file, where that is another one."""
+    if not isinstance(stored.undo, partial) or stored.undo.func is not untiled_columns:
+        return None
+    return _done(torch.arange(stored.shape[1])[None], stored, 0)[0]
+
+
 def _in_order_of_file(weight: QuantizedWeight, stored: Stored, number: int) -> QuantizedWeight:
     """The rows, or the groups of columns, of a weight as the file has them."""
-    if not isinstance(stored.undo, partial) or stored.undo.func is not untiled_columns:
+    columns = moved_columns(stored)
+    if columns is None:
         return take_rows(weight, _done(torch.arange(weight.out_features), stored, number))
-    columns = _done(torch.arange(weight.in_features)[None], stored, number)[0]
     width = weight.scheme.group_width(weight.in_features)
     groups = columns.view(-1, min(width, weight.in_features)) // width
     if not bool((groups == groups[:, :1]).all()):

@@ -24,6 +24,7 @@ from qserve.commands.demo import demo
 from qserve.commands.doctor import doctor
 from qserve.commands.evaluate import evaluate
 from qserve.commands.fleet import fleet
+from qserve.commands.imatrix import imatrix
 from qserve.commands.inspect import inspect
 from qserve.commands.key import key
 from qserve.commands.plan import plan
@@ -42,6 +43,7 @@ from qserve.runtime.sampling import RequestError
 COMMANDS: dict[str, Callable[..., None]] = {
     "quantize": quantize,
     "convert": convert,
+    "imatrix": imatrix,
     "eval": evaluate,
     "verify": verify,
     "compare": compare,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.request import ProxyHandler, Request, build_opener
 
@@ -19,12 +19,12 @@ from qserve.checkpoint.tokenizer import use_chat_template
 from qserve.evals import quality
 from qserve.evals.gate import GateReport, table
 from qserve.quantize.job import QuantizeJob
-from qserve.quantize.report import ProgressEvent, QuantizeReport
+from qserve.quantize.report import Progress, ProgressEvent, QuantizeReport
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.memory import MemoryPlan
 
-_BARS = ("generate", "sensitivity", "quantize", "distill")
+_BARS = ("generate", "sensitivity", "quantize", "distill", "imatrix")
 """The phases of quantizing that show a bar here."""
 
 
@@ -80,6 +80,22 @@ def quantize(
     """Run the pipeline with a bar for each phase; a measurement shows its own."""
     from qserve.quantize import pipeline  # imports much of transformers, which others need not wait for
 
+    with _bars() as tell:
+        return pipeline.run(source, out, job, progress=tell, measure=measure, accept=accept, permit=permit)
+
+
+def imatrix(source: ModelSource, out: Path, job: QuantizeJob) -> str:
+    """Write an importance matrix; what came of it, in a line."""
+    from qserve.quantize.imatrix import write_imatrix
+
+    with _bars() as tell:
+        tensors = write_imatrix(source, out, job, tell)
+    return f"{out}: {tensors} tensors, {job.tokens:,} tokens"
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    """What is told of phases of ``_BARS`` moves a bar."""
     with ExitStack() as bar:
         phase = ""
         update: Callable[[int, int], None] = lambda done, total: None  # noqa: E731
@@ -96,7 +112,7 @@ def quantize(
             if event.phase in _BARS:
                 update(event.done, event.total)
 
-        return pipeline.run(source, out, job, progress=tell, measure=measure, accept=accept, permit=permit)
+        yield tell
 
 
 def convert(source: ModelSource, out: Path, format: str, loaders: Sequence[str], *, overwrite: bool) -> list[str]:

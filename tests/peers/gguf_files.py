@@ -20,20 +20,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor
 
 from qserve import LLM, SamplingParams
 from qserve.calibration.text import load_text
-from qserve.calibration.windows import calibration_windows
-from qserve.checkpoint.gguf_tensors import file_tensors
-from qserve.checkpoint.source import ModelSource, open_model
+from qserve.checkpoint.source import open_model
 from qserve.cli import app
 
 HERE = Path(__file__).absolute().parent / "contestants"
-LENGTH, SEED = 512, 0
-"""As ``qserve quantize`` has them by default."""
 PROMPT, ANSWER, WINDOW = 48, 32, 512
 BITS = {"Q4_0": 4, "Q4_K_M": 5}
 """Of qserve's weights beside each type of llama.cpp's."""
@@ -76,10 +72,11 @@ def main() -> None:
     base = given.directory / "base.gguf"
     if not base.exists():
         run("convert", given.model, base, "--format", "gguf")
-    ids = load_text(given.text).tokens(source.tokenizer())
-    matrix = given.directory / "importance.npz"
+    matrix = given.directory / "imatrix.npz"
     if not matrix.exists():
-        np.savez(matrix, **importance(source, calibration_windows(ids, given.samples, LENGTH, SEED)))
+        file = matrix.with_suffix(".gguf")
+        run("imatrix", given.model, file, "--calibration", given.text, "--samples", given.samples, "--overwrite")
+        np.savez(matrix, **importance(file))
     rows: dict[str, Path] = {}
     for kind in given.types:
         for name, more in (("", []), (", importance matrix", [str(matrix)])):
@@ -135,36 +132,11 @@ def rescale(directory: Path, seed: int) -> None:
     (directory / "manifest.json").unlink()  # it has the hash of the file as it was
 
 
-def importance(source: ModelSource, windows: Tensor) -> dict[str, np.ndarray[Any, Any]]:
-    """The mean square of the inputs of each linear by the tensors' names in the file, float32 [in]."""
-    config = {**source.config, "dtype": "float32"}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_config(config))
-    model = model.to_empty(device="cpu").eval()
-    model.load_state_dict({name: source.tensor(name).float() for name in source.names()}, strict=False)
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its frequencies are in no checkpoint
-    sums: dict[str, Tensor] = {}
-    stored = file_tensors(source.config, source.has)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and f"{name}.weight" in stored:
-            target = stored[f"{name}.weight"].names[0]
-
-            def add(module: nn.Module, inputs: tuple[Tensor, ...], target: str = target) -> None:
-                squares = inputs[0].float().flatten(0, -2).square().sum(0)
-                sums[target] = sums.get(target, torch.zeros_like(squares)) + squares
-
-            module.register_forward_pre_hook(add)
-    with torch.inference_mode():
-        for batch in windows.split(8):
-            model(batch)
-    return {target: (total / windows.numel()).numpy() for target, total in sums.items()}
-
-
-def _config(config: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**config)
+def importance(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """The mean square of each input by the tensors' names, float32 [in], of a matrix as llama.cpp stores it."""
+    tensors = {each.name: each.data for each in GGUFReader(file).tensors}
+    names = [name.removesuffix(".counts") for name in tensors if name.endswith(".counts")]
+    return {name: (tensors[f"{name}.in_sum2"] / tensors[f"{name}.counts"])[0] for name in names}
 
 
 def judged(python: Path, file: Path, test: Tensor, count: int, work: Path) -> str:
