@@ -115,7 +115,9 @@ def test_json_holds_the_numbers_of_the_report(written: tuple[Path, ...]) -> None
     assert Forecast(**data["forecast"]) == report.forecast and data["checkpoint_bytes"] == report.checkpoint_bytes
     assert {each["name"]: each["value"] for each in content["metrics"]}["checkpoint_size"] == report.checkpoint_bytes
     assert (data["seconds"], data["peak_bytes"], data["format"]) == (13.25, 2**29, "gptq")
-    assert data["spec"]["weights"] == {"bits": 4, "group_size": 64, "symmetric": True, "dtype": "int", "rows": 1}
+    assert data["spec"]["weights"] == {
+        "bits": 4, "group_size": 64, "symmetric": True, "dtype": "int", "rows": 1, "scale_bits": 0
+    }  # fmt: skip
     assert data["spec"]["overrides"]["model.layers.1.mlp.down_proj"]["bits"] == 8
     assert data["verdicts"][1] == {"loader": "vllm", "accepts": False, "reason": "3 | 4 bits"}
 
