@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,22 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
         sync(path.parent)
+    except OSError as error:
+        raise write_error(path, error) from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file beside ``path``, of its suffix, that replaces ``path`` where the block ends well and else vanishes. Raises
+    ``CheckpointError`` where it cannot be written."""
+    partial = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        sync(partial)
+        os.replace(partial, path)
     except OSError as error:
         raise write_error(path, error) from None
     finally:

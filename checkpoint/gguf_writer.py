@@ -7,8 +7,6 @@ were.
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +22,7 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.files import sync, write_error
+from qserve.checkpoint.files import whole
 from qserve.checkpoint.gguf import GGUFFile
 from qserve.checkpoint.gguf_blocks import block_type, pack_blocks
 from qserve.checkpoint.gguf_metadata import check_read_back, metadata_of, writable
@@ -99,17 +97,9 @@ def write_gguf(source: ModelSource, out: Path, *, overwrite: bool = False, progr
             "general.quantized_by": f"qserve {metadata.version('qserve-llm')}", **said, **vocabulary}  # fmt: skip
     check_read_back(source.config, {"general.architecture": architecture, **keys},
                     {name: each.shape for name, each in plan.items()}, tensors, source.name)  # fmt: skip
-    partial_file = out.with_name(f".{out.stem}.{secrets.token_hex(4)}.gguf")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with whole(out) as partial_file:
         _write(partial_file, architecture, keys, plan, progress or (lambda done, total: None))
         GGUFFile(partial_file)
-        sync(partial_file)
-        os.replace(partial_file, out)
-    except OSError as error:
-        raise write_error(out, error) from None
-    finally:
-        partial_file.unlink(missing_ok=True)
     return _notes(source, architecture, said)
 
 

@@ -35,7 +35,7 @@ OVERHEAD = Fitted(1.2, f"{_SMALL}, bfloat16 and float32")
 PASSES = Fitted(3.0, f"{_SMALL}, bfloat16 and float32")
 SCALE_SEARCH = Fitted(3000, f"{_SMALL}, bfloat16 and float32")
 # The same for two-level scales on top of that: between those of symmetric numbers and those with minima.
-SUPERBLOCK_SEARCH = Fitted(8000, "linears of 2,048 inputs, two cores with AVX-512")
+SUPERBLOCK_SEARCH = Fitted(8000, "linears of 2,048 inputs, two cores with AVX2")
 # A forward and a backward pass are three products, but take the time of more.
 LEARNING_STEP = Fitted(4.4, _SMALL)
 # The time of a token that the model writes, 64 texts at once, relative to that of a token's products in calibration.

@@ -5,8 +5,6 @@ For every matrix of the model it holds the sum of the squares of each input, and
 
 from __future__ import annotations
 
-import os
-import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import SELF
 from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.files import sync, write_error
+from qserve.checkpoint.files import whole
 from qserve.checkpoint.gguf_metadata import writable
 from qserve.checkpoint.gguf_tensors import file_tensors
 from qserve.checkpoint.gguf_writer import moved_columns
@@ -56,16 +54,8 @@ def write_imatrix(source: ModelSource, out: Path, job: QuantizeJob, progress: Pr
         tell(ProgressEvent("imatrix", done, total, (time.perf_counter() - started) / done * (total - done)))
 
     found = sums(source, windows, told, out.parent if job.offload else None)
-    partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with whole(out) as partial:
         _write(partial, found, windows, record)
-        sync(partial)
-        os.replace(partial, out)
-    except OSError as error:
-        raise write_error(out, error) from None
-    finally:
-        partial.unlink(missing_ok=True)
     return len(found)
 
 

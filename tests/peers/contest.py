@@ -83,6 +83,11 @@ class Contestant:
             raise SystemExit(f"{self.name} ended with {self.process.wait()}: run {' '.join(self.command)} to see why")
         return dict(json.loads(line))
 
+    def stop(self) -> None:
+        if hasattr(self, "process"):
+            self.process.kill()
+            self.process.wait()
+
     def turn(self, requests: int, prompt: int, output: int, seed: int) -> float:
         assert self.process.stdin is not None
         time.sleep(REST)
@@ -161,9 +166,7 @@ def main() -> None:
                     print(f"{turn + 1}: {case.name}: {contestant.name}: {seconds:.3f} s", file=sys.stderr, flush=True)
     finally:
         for contestant in running:
-            if hasattr(contestant, "process"):
-                contestant.process.kill()
-                contestant.process.wait()
+            contestant.stop()
     if not options.one_thread:  # else the machine is busy, and these are measured by the clock
         measured = zip(*((p.products or 0.0, p.bytes) for p in machine))
         products, read = (statistics.median(figures) for figures in measured)

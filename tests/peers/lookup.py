@@ -100,9 +100,7 @@ def main() -> None:
                     print(f"{turn + 1}: {dataset}: {contestant.name}: {rate:.0f}", file=sys.stderr, flush=True)
     finally:
         for contestant in running:
-            if hasattr(contestant, "process"):
-                contestant.process.kill()
-                contestant.process.wait()
+            contestant.stop()
     print(table(running))
 
 

@@ -1,11 +1,15 @@
 """Tiny random models with a tokenizer, on disk."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast, Qwen2Config
+
+from qserve.calibration.text import load_text
+from qserve.quantize import windows
 
 SIZES = dict(vocab_size=258, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=128)
@@ -69,3 +73,14 @@ def llama_of(tmp_path):
         return save(tmp_path / "model", config, torch.bfloat16)
 
     return make
+
+
+@pytest.fixture
+def little_text(monkeypatch):
+    """Of the text that is calibrated on the beginning alone."""
+
+    def shortened(name, split):
+        text = load_text(name, split)
+        return dataclasses.replace(text, text=text.text[:50_000])
+
+    monkeypatch.setattr(windows, "load_text", shortened)

@@ -11,7 +11,6 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from qserve import LLM, SamplingParams
-from qserve.calibration.text import load_text
 from qserve.checkpoint.convert import convert
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.gguf import GGUFFile
@@ -19,20 +18,12 @@ from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
 from qserve.checkpoint.gguf_tensors import Stored
 from qserve.checkpoint.gguf_undo import untiled_columns
 from qserve.checkpoint.hf import HFDirectory
-from qserve.quantize import pipeline, prepare, windows
+from qserve.quantize import pipeline, prepare
 from qserve.quantize.gguf_recipes import RECIPES, schemes_of
 from qserve.quantize.job import QuantizeJob
 
+pytestmark = pytest.mark.usefixtures("little_text")
 SMALL = dict(samples=4, sequence_length=64, calibration="builtin")
-
-
-@pytest.fixture(autouse=True)
-def little_text(monkeypatch):
-    def shortened(name, split):
-        text = load_text(name, split)
-        return dataclasses.replace(text, text=text.text[:50_000])
-
-    monkeypatch.setattr(windows, "load_text", shortened)
 
 
 def with_a_merge(model, out):

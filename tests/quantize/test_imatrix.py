@@ -1,7 +1,5 @@
 """llama.cpp's importance matrices, beside a plain forward of the whole model."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,12 @@ from gguf import GGUFReader
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from qserve.calibration.text import load_text
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.hf import HFDirectory
-from qserve.quantize import windows
 from qserve.quantize.imatrix import sums, write_imatrix
 from qserve.quantize.job import QuantizeJob
 
+pytestmark = pytest.mark.usefixtures("little_text")
 JOB = QuantizeJob(calibration="builtin", samples=6, sequence_length=32)
 IDS = torch.randint(0, 60, (6, 32), generator=torch.Generator().manual_seed(3))
 LINEARS = {
@@ -23,15 +20,6 @@ LINEARS = {
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def little_text(monkeypatch):
-    def shortened(name, split):
-        text = load_text(name, split)
-        return dataclasses.replace(text, text=text.text[:20_000])
-
-    monkeypatch.setattr(windows, "load_text", shortened)
 
 
 def squares_of(path, ids):
