@@ -77,13 +77,14 @@ def whole(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        sync(partial)
-        os.replace(partial, path)
+        try:
+            yield partial
+            sync(partial)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise write_error(path, error) from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_error(path: Path, error: OSError) -> CheckpointError:

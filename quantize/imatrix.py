@@ -46,15 +46,16 @@ def write_imatrix(source: ModelSource, out: Path, job: QuantizeJob, progress: Pr
     if job.text is None:
         raise UsageError("an importance matrix is made of text: --calibration self, builtin or a file")
     writable(source.config, source.name)
-    windows, record = written_windows(source, job, tell) if job.text == SELF else given_windows(source, job)
-    assert windows is not None and record is not None
-    started = time.perf_counter()
-
-    def told(done: int, total: int) -> None:
-        tell(ProgressEvent("imatrix", done, total, (time.perf_counter() - started) / done * (total - done)))
-
-    found = sums(source, windows, told, out.parent if job.offload else None)
     with whole(out) as partial:
+        partial.touch()  # a place that cannot be written is found before the work
+        windows, record = written_windows(source, job, tell) if job.text == SELF else given_windows(source, job)
+        assert windows is not None and record is not None
+        started = time.perf_counter()
+
+        def told(done: int, total: int) -> None:
+            tell(ProgressEvent("imatrix", done, total, (time.perf_counter() - started) / done * (total - done)))
+
+        found = sums(source, windows, told, out.parent if job.offload else None)
         _write(partial, found, windows, record)
     return len(found)
 

@@ -86,3 +86,10 @@ def test_what_is_refused_writes_nothing(llama, tmp_path):
     with pytest.raises(CheckpointError, match="--overwrite"):
         write_imatrix(HFDirectory(llama), out, JOB)
     assert out.read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_found_before_the_work(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("qserve.quantize.imatrix.sums", lambda *_: pytest.fail("the text went through the model"))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_imatrix(HFDirectory(llama), tmp_path / "file" / "imatrix.gguf", JOB)
