@@ -1,4 +1,4 @@
-/* The product of integers with AVX2 for many rows, behind linear_int.h: the codes of a tile are unpacked once, and blocks
+/* The product of nibbles with AVX2 for many rows, behind linear_int.h: the codes of a tile are unpacked once, and blocks
  * of at most six rows read them. */
 
 #define MANY 12           /* rows from which on unpacking pays */
@@ -6,29 +6,20 @@
 #define STRIP_ROWS 48     /* whose sums are kept */
 #define CHUNK 768         /* inputs of a tile, at most: their codes stay in the first-level cache */
 
-/* Of a chunk of a tile. Unpacked codes are two vectors of 32 bytes for each four inputs: of nibbles, the first eight
- * outputs and the others; of bytes, the low and the high nibbles of eight outputs, and the other eight lie behind all
- * inputs of these. */
-INLINE int64_t unpacked_bytes(const qs_linear *op, int32_t inputs)
-{
-    return (int64_t)inputs * QS_LANES * (op->dtype == QS_U4 ? 1 : 2);
-}
-
-/* `inputs` inputs of a tile from `first` on. Codes `ahead` bytes further are prefetched. */
+/* Unpacks `inputs` inputs of a tile from `first` on to [inputs / 4][16][4]. Codes `ahead` bytes further are prefetched. */
 INLINE void unpack_codes(const qs_linear *op, int32_t tile, int32_t first, int32_t inputs, int64_t ahead,
                          uint8_t *unpacked, const int u4)
 {
     const __m256i low = _mm256_set1_epi8(15), book = u4 == BOOK ? both(op->codebook) : low;
-    const uint8_t *w = (const uint8_t *)op->weight + ((int64_t)tile * op->k + first) * (u4 ? 8 : 16);
-    const int64_t half = u4 ? 32 : (int64_t)inputs * QS_LANES, high = u4 ? 64 : 32;
-    for (int32_t j = 0; j < inputs; j += u4 ? 8 : 4, w += 64, unpacked += u4 ? 128 : 64) {
+    const uint8_t *w = (const uint8_t *)op->weight + ((int64_t)tile * op->k + first) * 8;
+    for (int32_t j = 0; j < inputs; j += 8, w += 64, unpacked += 128) {
         _mm_prefetch((const char *)w + ahead, _MM_HINT_T1);
         UNROLL for (int v = 0; v < HALVES; v++) {
             __m256i bytes = _mm256_loadu_si256((const __m256i *)(const void *)(w + 32 * v));
             UNROLL for (int i = 0; i < 2; i++) {
                 __m256i codes = _mm256_and_si256(i ? _mm256_srli_epi16(bytes, 4) : bytes, low);
                 codes = u4 == BOOK ? _mm256_shuffle_epi8(book, codes) : codes;
-                _mm256_storeu_si256((__m256i *)(void *)(unpacked + v * half + i * high), codes);
+                _mm256_storeu_si256((__m256i *)(void *)(unpacked + 32 * v + 64 * i), codes);
             }
         }
     }
@@ -38,10 +29,8 @@ static void unpack(const qs_linear *op, int32_t tile, int32_t first, int32_t inp
 {
     if (op->codebook)
         unpack_codes(op, tile, first, inputs, ahead, unpacked, BOOK);
-    else if (op->dtype == QS_U4)
-        unpack_codes(op, tile, first, inputs, ahead, unpacked, 1);
     else
-        unpack_codes(op, tile, first, inputs, ahead, unpacked, 0);
+        unpack_codes(op, tile, first, inputs, ahead, unpacked, 1);
 }
 
 #define CLEAR(i) "vpxor %" #i ", %" #i ", %" #i "\n\t"
@@ -88,40 +77,34 @@ INLINE void add_span(const int8_t *x, int64_t stride, const uint8_t *w, int32_t 
     }
 }
 
-/* Adds an activation group of each row by a tile, or from bytes by half a tile, to `dots`, two vectors for each row.
- * Sums of 16 bits hold `most` inputs. */
-INLINE void add_dots(const int_walk *at, const uint8_t *w, int32_t width, int32_t most, __m256i dots[2 * BLOCK_ROWS],
-                     const int rows, const int u4)
+/* Adds an activation group of each row by a tile to `dots`, two vectors for each row. Sums of 16 bits hold `most`
+ * inputs. */
+INLINE void add_dots(const int_walk *at, int32_t width, int32_t most, __m256i dots[2 * BLOCK_ROWS], const int rows)
 {
-    const __m256i one = _mm256_set1_epi16(1), other = _mm256_set1_epi16(u4 ? 1 : 16);
+    const __m256i one = _mm256_set1_epi16(1);
     for (int32_t j = 0; j < width; j += most) {
         __m256i sums[2 * BLOCK_ROWS];
-        add_span(at->x + j, at->x_stride, w + (int64_t)j * 16, width - j < most ? width - j : most, sums, rows);
+        add_span(at->x + j, at->x_stride, at->w + (int64_t)j * QS_LANES, width - j < most ? width - j : most, sums, rows);
         UNROLL for (int i = 0; i < 2 * rows; i++)
-            dots[i] = _mm256_add_epi32(dots[i], _mm256_madd_epi16(sums[i], i % 2 ? other : one));
+            dots[i] = _mm256_add_epi32(dots[i], _mm256_madd_epi16(sums[i], one));
     }
 }
 
 /* Adds `inputs` inputs of a tile from `first` on, which were unpacked, to `sums`, whose rows lie `apart`. */
 INLINE void add_chunk(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int32_t first,
-                      int32_t inputs, const uint8_t *unpacked, float *sums, int64_t apart, const int rows, const int u4)
+                      int32_t inputs, const uint8_t *unpacked, float *sums, int64_t apart, const int rows)
 {
-    const int64_t half = (int64_t)inputs * QS_LANES; /* of bytes */
     const int32_t most = op->codebook ? BOOK_SPAN : SPAN, end = (first + inputs) / op->act_group;
     int_walk at = walk(op, acts, row, tile, first, unpacked, 0);
     for (int32_t g = first / op->act_group + 1; g <= end; g++) {
         __m256i dots[2 * BLOCK_ROWS];
         vf products[BLOCK_ROWS];
+        UNROLL for (int m = 0; m < rows; m++)
+            dots[2 * m] = dots[2 * m + 1] = _mm256_set1_epi32(-at.x_sums[m * at.groups] * op->zero);
+        add_dots(&at, op->act_group, most, dots, rows);
         UNROLL for (int v = 0; v < HALVES; v++) {
-            if (!u4 || v == 0) {
-                UNROLL for (int m = 0; m < rows; m++) {
-                    dots[2 * m] = _mm256_set1_epi32(-at.x_sums[m * at.groups] * op->zero);
-                    dots[2 * m + 1] = u4 ? dots[2 * m] : _mm256_setzero_si256();
-                }
-                add_dots(&at, at.w + v * half, op->act_group, most, dots, rows, u4);
-            }
             UNROLL for (int m = 0; m < rows; m++)
-                products[m] = _mm256_cvtepi32_ps(u4 ? dots[2 * m + v] : _mm256_add_epi32(dots[2 * m], dots[2 * m + 1]));
+                products[m] = _mm256_cvtepi32_ps(dots[2 * m + v]);
             add_scaled(&at, products, sums, apart, v, rows);
         }
         advance(op, &at, g, (int64_t)op->act_group * QS_LANES);
@@ -130,11 +113,11 @@ INLINE void add_chunk(const qs_linear *op, const qs_acts *acts, int32_t row, int
 
 /* The same of `tiles` tiles. Behind the last chunk the sums are stored. */
 INLINE void add_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int32_t tiles, int32_t first,
-                      int32_t inputs, const uint8_t *unpacked, float *sums, const int rows, const int u4)
+                      int32_t inputs, const uint8_t *unpacked, float *sums, const int rows)
 {
     const int32_t apart = tiles * QS_LANES;
-    for (int32_t t = 0; t < tiles; t++, unpacked += unpacked_bytes(op, inputs))
-        add_chunk(op, acts, row, tile + t, first, inputs, unpacked, sums + t * QS_LANES, apart, rows, u4);
+    for (int32_t t = 0; t < tiles; t++, unpacked += inputs * QS_LANES)
+        add_chunk(op, acts, row, tile + t, first, inputs, unpacked, sums + t * QS_LANES, apart, rows);
     if (first + inputs < op->k)
         return;
     for (int32_t i = 0; i < rows * apart && op->row_scales; i += LANES)
@@ -144,12 +127,12 @@ INLINE void add_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
 
 #define BLOCK_CASE(rows) \
     case rows: \
-        add_block(op, acts, at, tile, tiles, first, inputs, unpacked, sums + (at - row) * tiles * QS_LANES, rows, u4); \
+        add_block(op, acts, at, tile, tiles, first, inputs, unpacked, sums + (at - row) * tiles * QS_LANES, rows); \
         break;
 
 /* A strip of rows [row, end) by `tiles` tiles, one or a gate and its factor. */
 INLINE void strip(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
-                  int64_t ahead, uint8_t *unpacked, const int u4)
+                  int64_t ahead, uint8_t *unpacked)
 {
     float sums[STRIP_ROWS * 2 * QS_LANES] __attribute__((aligned(64)));
     const int32_t group = op->act_group, chunk = group < CHUNK / tiles ? CHUNK / tiles / group * group : group;
@@ -157,7 +140,7 @@ INLINE void strip(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t
     for (int32_t first = 0, inputs; first < op->k; first += inputs) {
         inputs = op->k - first < chunk ? op->k - first : chunk;
         for (int32_t t = 0; t < tiles; t++)
-            unpack(op, tile + t, first, inputs, ahead, unpacked + unpacked_bytes(op, inputs) * t);
+            unpack(op, tile + t, first, inputs, ahead, unpacked + t * inputs * QS_LANES);
         for (int32_t at = row, rows; at < end; at += rows) { /* in blocks of nearly the same size */
             int32_t blocks = (end - at + BLOCK_ROWS - 1) / BLOCK_ROWS;
             rows = (end - at + blocks - 1) / blocks;
@@ -171,7 +154,8 @@ INLINE void strip(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t
 static void linear_many(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                         uint8_t *unpacked)
 {
-    if (end - row < MANY || (op->codebook && op->codebook_bytes == 2)) {
+    /* Bytes are two nibbles each: unpacking them costs more than it brings. */
+    if (end - row < MANY || op->dtype != QS_U4 || (op->codebook && op->codebook_bytes == 2)) {
         linear_int(op, acts, row, end, tile, tiles, unpacked);
         return;
     }
@@ -181,10 +165,7 @@ static void linear_many(const qs_linear *op, const qs_acts *acts, int32_t row, i
         int32_t strips = (end - row + STRIP_ROWS - 1) / STRIP_ROWS;
         rows = (end - row + strips - 1) / strips;
         for (int32_t t = tile; t < tile + tiles; t += step)
-            if (op->dtype == QS_U4)
-                strip(op, acts, row, row + rows, t, step, ahead, unpacked, 1);
-            else
-                strip(op, acts, row, row + rows, t, step, ahead, unpacked, 0);
+            strip(op, acts, row, row + rows, t, step, ahead, unpacked);
     }
     end_streams();
 }

@@ -263,7 +263,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
 /* Makes room for what each thread needs for a product. */
 static void add_product(struct layout *layout, const qs_linear *op)
 {
-    int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (is_integer(op) ? 1 : op->dtype == QS_F8 ? 4 : 0);
+    int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_U4 ? 1 : op->dtype == QS_F8 ? 4 : 0);
     layout->row = larger(layout->row, input_bytes(op, 1));
     layout->normed = larger(layout->normed, op->norm ? align64((int64_t)op->x_width * 4) : 0);
     layout->unpacked = larger(layout->unpacked, align64(tiles));
