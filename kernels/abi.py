@@ -99,7 +99,7 @@ def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[
 
 ScaleSearch = _struct("scale_search", "weight importance ranges scales zeros", "width period steps zero max_code")
 RowSampling = _struct("row_sampling", "rows point temperature top_p min_p top_k tokens", "vocab")
-Sweep = _struct("sweep", "weight upper scales zeros order codes", "inputs outputs width zero max_code")
+Sweep = _struct("sweep", "weight aims upper scales zeros order codes", "inputs outputs width zero max_code")
 Tiling = _struct("tiling", "words strides nibbles order tiles", "outputs inputs k bits dtype")
 Rounding = _struct("rounding", "weight codes scales", "inputs width dtype")
 Moment = _struct("moment", "left right out", "height width count dtype upper", "keep gain")

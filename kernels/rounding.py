@@ -52,6 +52,7 @@ def sweep(
     *,
     zero: int,
     max_code: int,
+    aims: Tensor | None = None,
     threads: int | None = None,
     isa: Isa | None = None,
 ) -> Tensor:
@@ -60,7 +61,8 @@ def sweep(
 
     ``order`` int64 [in] says which input comes when. ``upper`` float32 [in, in], in that order, is the factor of the
     inverse Hessian. ``scales`` and ``zeros`` float32 [out, groups] belong to consecutive inputs; zeros is None where
-    the code of 0 is always ``zero``. The computation is that of ``qs_sweep`` in ``csrc/qserve.h``. A row's result
+    the code of 0 is always ``zero``. ``aims``, like ``weight``: errors are counted from them, not from what is rounded.
+    The computation is that of ``qs_sweep`` in ``csrc/qserve.h``. A row's result
     depends neither on other rows nor on ``threads``.
     """
     outputs, inputs = weight.shape
@@ -69,7 +71,7 @@ def sweep(
     codes = torch.empty(outputs, inputs, dtype=torch.uint8)
     places = order.to(torch.int32)
     op = abi.Sweep(
-        weight=address(weight), upper=address(upper), scales=address(scales), zeros=address(zeros),
+        weight=address(weight), aims=address(aims), upper=address(upper), scales=address(scales), zeros=address(zeros),
         order=address(places), codes=address(codes), inputs=inputs, outputs=outputs, width=inputs // scales.shape[1],
         zero=zero, max_code=max_code,
     )  # fmt: skip

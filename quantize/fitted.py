@@ -46,4 +46,5 @@ SMALL_BATCHES = Fitted(3.0, _SMALL)
 # the inputs: factor and inverse of a Hessian, by halves.
 FOLLOWING = Fitted(3.0, "a linear of 28,672 inputs")
 SWEEP = Fitted(2.0, "a linear of 28,672 inputs")
+DESCENT = Fitted(3.5, "linears of 576 and 1,536 inputs, two cores with AVX2")  # each turn of codes and scales
 INVERSE = Fitted(2 / 3, "a linear of 28,672 inputs")

@@ -21,8 +21,10 @@ from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.formats.format import Format
+from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize import fitted
+from qserve.quantize.descent import turns
 from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed.sensitivity import EXCERPT
@@ -195,11 +197,12 @@ def _compensating_products(job: QuantizeJob, shapes: Shapes) -> float:
     if not job.algorithm.compensates:
         return 0.0
     each = fitted.SWEEP.value + (fitted.FOLLOWING.value if job.float_samples else 0.0)
+    turn = 0.0 if job.weights.grid is E4M3 else fitted.DESCENT.value
     products = 0.0
     for unit in units(shapes.linears):
         sizes = [shapes.linears[module] for module in unit]
         inputs = [inp for _, inp in (sizes if of_experts(unit) else sizes[:1])]  # the others share theirs
-        products += each * sum(out * inp**2 for out, inp in sizes)
+        products += sum((each + turn * turns(inp)) * out * inp**2 for out, inp in sizes)
         products += fitted.INVERSE.value * sum(inp**3 for inp in inputs)
     return products
 

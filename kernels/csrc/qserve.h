@@ -410,15 +410,16 @@ int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows,
 
 /* Offline: GPTQ's pass over the inputs of a weight (arXiv 2210.17323) with scales fixed beforehand. Input by input in
  * `order`, every output takes the nearest code of what is left of its weight. The inputs that follow compensate for the
- * error: it is divided by the diagonal of `upper` and applied to them by the row of `upper`.
+ * error: it is divided by the diagonal of `upper` and applied to them by the row of `upper`. An error is what is lost of
+ * what was left; with `aims` it is what is lost of those.
  *
- * weight f32 [outputs, inputs]; upper f32 [inputs, inputs] in the order of rounding, read only on and above its
+ * weight, aims f32 [outputs, inputs], aims NULL for none; upper f32 [inputs, inputs] in the order of rounding, read only on and above its
  * diagonal; scales, zeros f32 [outputs, inputs / width], zeros NULL where the code of 0 is `zero`; order [inputs],
  * which input comes when; codes [outputs, inputs], 0 .. max_code, at most 255. An output's codes depend only on its own
  * row. */
 #define QS_SWEEP_OUTPUTS 32
 typedef struct {
-    const float *weight, *upper, *scales, *zeros;
+    const float *weight, *aims, *upper, *scales, *zeros;
     const int32_t *order;
     uint8_t *codes;
     int32_t inputs, outputs, width, zero, max_code;

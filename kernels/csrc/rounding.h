@@ -131,7 +131,7 @@ static void QS_NAME(sweep)(const qs_sweep *op, int64_t chunk, float *errors)
     int32_t count = op->outputs - first < OUTPUTS ? (int32_t)(op->outputs - first) : OUTPUTS;
     for (int32_t start = 0; start < op->inputs; start += SWEEP_BLOCK) {
         int32_t rows = op->inputs - start < SWEEP_BLOCK ? op->inputs - start : SWEEP_BLOCK;
-        float left[SWEEP_BLOCK * OUTPUTS] = {0}, scale[OUTPUTS], zero[OUTPUTS], codes[OUTPUTS];
+        float left[SWEEP_BLOCK * OUTPUTS] = {0}, aim[OUTPUTS], scale[OUTPUTS], zero[OUTPUTS], codes[OUTPUTS];
         for (int32_t r = 0; r < rows; r++)
             for (int32_t i = 0; i < count; i++)
                 left[r * OUTPUTS + i] = op->weight[(first + i) * inputs + op->order[start + r]];
@@ -145,15 +145,16 @@ static void QS_NAME(sweep)(const qs_sweep *op, int64_t chunk, float *errors)
             float *error = errors + (start + r) * OUTPUTS, inverse = 1.0f / upper[r];
             int32_t input = op->order[start + r];
             for (int32_t i = 0; i < OUTPUTS; i++) {
-                int64_t at = (first + (i < count ? i : 0)) * groups + input / op->width;
+                int64_t output = first + (i < count ? i : 0), at = output * groups + input / op->width;
                 scale[i] = op->scales[at];
                 zero[i] = op->zeros ? op->zeros[at] : (float)op->zero;
+                aim[i] = op->aims ? op->aims[output * inputs + input] : now[i];
             }
             for (int32_t i = 0; i < OUTPUTS; i++) {
                 float low = -zero[i], high = (float)op->max_code - zero[i], steps = now[i] / scale[i];
                 steps = steps > low ? steps : low; /* also for NaN, which has no code */
                 steps = QS_NAME(round)(steps < high ? steps : high);
-                error[i] = (now[i] - steps * scale[i]) * inverse;
+                error[i] = (aim[i] - steps * scale[i]) * inverse;
                 codes[i] = steps + zero[i];
             }
             for (int32_t i = 0; i < count; i++)

@@ -5,6 +5,7 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
 from qserve.quantize import gptq
 from qserve.quantize.scales import search_groups
+from qserve.quantize.sweep import sweep_with_torch
 
 HERE = native.available()
 
@@ -41,12 +42,26 @@ def test_the_sweep_is_that_of_torch(outputs, inputs, width, bits, symmetric, isa
     weight, hessian, order, upper, scales, zeros = problem(outputs, inputs, scheme)
     limits = dict(zero=scheme.zero, max_code=scheme.max_code, isa=isa)
     codes = rounding.sweep(weight, upper, order, scales, zeros, **limits)
-    expected, *_ = gptq.sweep_with_torch(weight, hessian.diagonal(), scheme, order, upper, scales, zeros)
+    expected, *_ = sweep_with_torch(weight, hessian.diagonal(), scheme, order, upper, scales, zeros)
     # Sums in another order decide otherwise where a number lies between two codes, and everything after that differs.
     assert float((codes == expected).float().mean()) > 0.97
     ours, theirs = (lost(weight, each, scales, zeros, hessian, scheme) for each in (codes, expected))
     assert float(ours.sum()) == pytest.approx(float(theirs.sum()), rel=0.02)
     assert torch.equal(codes[:, order[0]], expected[:, order[0]])  # no sum is behind it
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_errors_are_counted_from_the_aims(isa) -> None:
+    scheme = WeightScheme(4, 16, False)
+    weight, hessian, order, upper, scales, zeros = problem(45, 176, scheme)
+    aims = weight + 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    limits = dict(zero=scheme.zero, max_code=scheme.max_code)
+    codes = rounding.sweep(weight, upper, order, scales, zeros, **limits, aims=aims, isa=isa)
+    expected, *_ = sweep_with_torch(weight, hessian.diagonal(), scheme, order, upper, scales, zeros, aims)
+    assert float((codes == expected).float().mean()) > 0.97
+    assert float((codes == rounding.sweep(weight, upper, order, scales, zeros, **limits)).float().mean()) < 0.7
+    same = rounding.sweep(weight, torch.eye(176), order, scales, zeros, **limits, aims=aims, isa=isa)
+    assert torch.equal(same, rounding.sweep(weight, torch.eye(176), order, scales, zeros, **limits))
 
 
 @pytest.mark.parametrize("isa", HERE)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from qserve.calibration.text import load_text
-from qserve.quantize import windows
+from qserve.quantize import gptq, windows
 
 SIZES = dict(vocab_size=258, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=128)
@@ -84,3 +84,9 @@ def little_text(monkeypatch):
         return dataclasses.replace(text, text=text.text[:50_000])
 
     monkeypatch.setattr(windows, "load_text", shortened)
+
+
+@pytest.fixture
+def gptq_alone(monkeypatch):
+    """GPTQ without the descent that follows it, which test_descent.py tests."""
+    monkeypatch.setattr(gptq, "descend", lambda weight, codes, scales, *_, **__: (codes, scales))

@@ -63,6 +63,7 @@ def loss(weight, quantized, x):
     return float(((quantized.double() - weight.double()) @ x.double().t()).square().sum())
 
 
+@pytest.mark.usefixtures("gptq_alone")
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize(
     "scheme",
@@ -99,6 +100,7 @@ def test_beats_rounding_to_nearest(bits, act_order):
     assert loss(weight, result.weight.dequantize(), x) < 0.8 * loss(weight, nearest.weight.dequantize(), x)
 
 
+@pytest.mark.usefixtures("gptq_alone")
 @pytest.mark.parametrize("tokens", [16, 32, 64])
 def test_on_text_it_did_not_see_few_tokens_are_better_than_none(tokens):
     """Without shrinkage fewer tokens than inputs fit chance: worse than to nearest."""

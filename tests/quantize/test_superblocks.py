@@ -94,6 +94,7 @@ def test_rows_are_independent(monkeypatch):
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("gptq_alone")
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("name", [*TWO_LEVELS, "Q5_1"])
 def test_error_compensation_equals_the_naive_one(name, act_order):

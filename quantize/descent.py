@@ -1,0 +1,125 @@
+"""Coordinate descent on the error of a layer's output, from codes and scales that are good already: every code in turn
+takes its best value while all others stay, then every scale (Behdin et al., arXiv 2309.01885; Nair and Suggala,
+2406.17542).
+
+GPTQ never returns to an input that it has rounded, and fixes scales before it knows the codes. This does both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qserve.checkpoint.spec import WeightScheme
+from qserve.kernels import native, rounding
+from qserve.quantize.scales import storable
+from qserve.quantize.sweep import sweep_with_torch
+
+# Turns of codes and scales: the first takes most of the error, and after three a turn takes one percent of it. A turn
+# costs as much as GPTQ's own pass, so the widest inputs have one.
+_TURNS, _WIDE_TURNS, _WIDE = 3, 1, 8192
+# Columns of the triangle of a Hessian that are multiplied at once.
+_TILE = 1024
+
+
+def turns(inputs: int) -> int:
+    """How often codes and scales of a linear with so many inputs have their turn."""
+    return _TURNS if inputs <= _WIDE else _WIDE_TURNS
+
+
+def descend(
+    weight: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    scheme: WeightScheme,
+    hessian: Tensor,
+    diagonal: Tensor,
+    order: Tensor,
+    *,
+    fit_scales: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Better ``codes`` uint8 [out, in] and ``scales`` float32 [out, groups] for ``weight`` float32 [out, in].
+
+    zeros       float32 [out, groups], which stay, or None where the scheme's own zero point holds
+    hessian     float32 [in, in], symmetric; its diagonal counts as ``diagonal`` float32 [in], none negative
+    order       int64 [in]: which input has its turn when
+    fit_scales  else scales stay
+
+    The error of an output is d H d^T, d being what its weights lose. No step raises it, but for the rounding of scales
+    to float16. An output depends only on its own row.
+    """
+    problem, scales = _Problem(weight, zeros, scheme, hessian, diagonal, order), scales.contiguous()
+    for _ in range(turns(weight.shape[1])):
+        scales = problem.best_scales(codes, scales) if fit_scales else scales
+        codes = problem.best_codes(codes, scales)
+    return codes, problem.best_scales(codes, scales) if fit_scales else scales
+
+
+class _Problem:
+    """What stays while codes and scales change."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        zeros: Tensor | None,
+        scheme: WeightScheme,
+        hessian: Tensor,
+        diagonal: Tensor,
+        order: Tensor,
+    ) -> None:
+        self.weight, self.zeros, self.scheme = weight, None if zeros is None else zeros.contiguous(), scheme
+        self.hessian, self.diagonal, self.order = hessian, diagonal, order
+        self.raised = diagonal - hessian.diagonal()
+        # An error e of input i moves the best value of input j by e H_ij / H_jj. Inputs that were never seen move
+        # nothing. In the order and with the sign of ``sweep``.
+        reach = torch.where(diagonal > 0, -1.0 / diagonal, 0.0)
+        self.couplings = (hessian[order][:, order]).mul_(reach[order])
+        self.couplings.fill_diagonal_(1.0)
+
+    def best_codes(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Each code in turn. The inputs before it have their new codes, those behind it their old ones: what is lost of
+        those is added beforehand."""
+        lost = (self.weight - self._steps(codes).mul_(self._spread(scales)))[:, self.order]
+        start = self.weight[:, self.order]
+        for first in range(0, lost.shape[1], _TILE):
+            columns = self.couplings[first:, first : first + _TILE].tril(-1)
+            start[:, first : first + _TILE].addmm_(lost[:, first:], columns, alpha=-1.0)
+        lost[:, self.order] = start  # back in the order of the checkpoint
+        if native.missing() is None:
+            return rounding.sweep(
+                lost, self.couplings, self.order, scales, self.zeros,
+                zero=self.scheme.zero, max_code=self.scheme.max_code, aims=self.weight.contiguous(),
+            )  # fmt: skip
+        found, _, _ = sweep_with_torch(
+            lost, self.diagonal, self.scheme, self.order, self.couplings, scales, self.zeros, self.weight
+        )
+        return found.contiguous()
+
+    def best_scales(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Each scale of an output in turn: with c the steps of a group, it changes by r c / c H c^T, where r is that
+        group of what is lost times H."""
+        steps, scales = self._steps(codes), scales.clone()
+        lost = self.weight - steps * self._spread(scales)
+        slopes = (lost @ self.hessian).addcmul_(lost, self.raised)
+        del lost
+        width = self.scheme.group_width(steps.shape[1])
+        for group in range(scales.shape[1]):
+            start, stop = group * width, (group + 1) * width
+            part, rows = steps[:, start:stop], self.hessian[start:stop]
+            curved = (part @ rows[:, start:stop]).addcmul_(part, self.raised[start:stop])
+            curvature, slope = (curved * part).sum(1), (slopes[:, start:stop] * part).sum(1)
+            change = torch.where(curvature > 0, slope / curvature, 0.0)
+            before = scales[:, group].clone()
+            scales[:, group] = storable(before + change)
+            change = scales[:, group] - before
+            slopes[:, stop:].addmm_(part * change[:, None], rows[:, stop:], alpha=-1.0)
+        return scales
+
+    def _steps(self, codes: Tensor) -> Tensor:
+        """float32 [out, in]: codes counted from their zero points."""
+        zeros = float(self.scheme.zero) if self.zeros is None else self._spread(self.zeros)
+        return codes.to(torch.float32).sub_(zeros)
+
+    def _spread(self, grouped: Tensor) -> Tensor:
+        return grouped.repeat_interleave(self.scheme.group_width(self.weight.shape[1]), 1)
