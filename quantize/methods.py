@@ -158,7 +158,7 @@ METHODS: dict[str, Method] = {
         ),
         Method(
             "gptq",
-            help="later weights make up for the errors of earlier ones",
+            help="later weights make up for the errors of earlier ones; then codes and scales improve in turn",
             quantize=_gptq,
             usual_for=("weights", *RECIPES),
             hessian=True,
