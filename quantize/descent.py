@@ -18,8 +18,8 @@ from qserve.quantize.sweep import sweep_with_torch
 # Turns of codes and scales: the first takes most of the error, and after three a turn takes one percent of it. A turn
 # costs as much as GPTQ's own pass, so the widest inputs have one.
 _TURNS, _WIDE_TURNS, _WIDE = 3, 1, 8192
-# Columns of the triangle of a Hessian that are multiplied at once.
-_TILE = 1024
+# Columns of a Hessian that are copied or multiplied at once, and weights that descend at once, some 30 bytes each.
+_TILE, _WEIGHTS = 512, 1 << 21
 
 
 def turns(inputs: int) -> int:
@@ -49,15 +49,29 @@ def descend(
     The error of an output is d H d^T, d being what its weights lose. No step raises it, but for the rounding of scales
     to float16. An output depends only on its own row.
     """
-    problem, scales = _Problem(weight, zeros, scheme, hessian, diagonal, order), scales.contiguous()
-    for _ in range(turns(weight.shape[1])):
-        scales = problem.best_scales(codes, scales) if fit_scales else scales
-        codes = problem.best_codes(codes, scales)
-    return codes, problem.best_scales(codes, scales) if fit_scales else scales
+    couplings = _couplings(hessian, diagonal, order)
+    found, fitted = torch.empty(codes.shape, dtype=torch.uint8), scales.clone(memory_format=torch.contiguous_format)
+    for start in range(0, len(weight), rows := max(32, _WEIGHTS // weight.shape[1])):
+        part = slice(start, start + rows)
+        own = None if zeros is None else zeros[part].contiguous()
+        problem = _Problem(weight[part].contiguous(), own, scheme, hessian, diagonal, order, couplings)
+        found[part], fitted[part] = problem.descend(codes[part], fitted[part], fit_scales)
+    return found, fitted
+
+
+def _couplings(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor:
+    """float32 [in, in], in the order and with the sign of ``sweep``: an error e of input i moves the best value of
+    input j by e H_ij / H_jj. Inputs that were never seen move nothing."""
+    reach = torch.where(diagonal > 0, -1.0 / diagonal, 0.0)[order]
+    couplings = torch.empty_like(hessian)
+    for start in range(0, len(order), _TILE):
+        rows = order[start : start + _TILE]
+        torch.mul(hessian[rows][:, order], reach, out=couplings[start : start + _TILE])
+    return couplings.fill_diagonal_(1.0)
 
 
 class _Problem:
-    """What stays while codes and scales change."""
+    """Some outputs, and what stays while their codes and scales change."""
 
     def __init__(
         self,
@@ -67,15 +81,17 @@ class _Problem:
         hessian: Tensor,
         diagonal: Tensor,
         order: Tensor,
+        couplings: Tensor,
     ) -> None:
-        self.weight, self.zeros, self.scheme = weight, None if zeros is None else zeros.contiguous(), scheme
-        self.hessian, self.diagonal, self.order = hessian, diagonal, order
+        self.weight, self.zeros, self.scheme = weight, zeros, scheme
+        self.hessian, self.diagonal, self.order, self.couplings = hessian, diagonal, order, couplings
         self.raised = diagonal - hessian.diagonal()
-        # An error e of input i moves the best value of input j by e H_ij / H_jj. Inputs that were never seen move
-        # nothing. In the order and with the sign of ``sweep``.
-        reach = torch.where(diagonal > 0, -1.0 / diagonal, 0.0)
-        self.couplings = (hessian[order][:, order]).mul_(reach[order])
-        self.couplings.fill_diagonal_(1.0)
+
+    def descend(self, codes: Tensor, scales: Tensor, fit_scales: bool) -> tuple[Tensor, Tensor]:
+        for _ in range(turns(self.weight.shape[1])):
+            scales = self.best_scales(codes, scales) if fit_scales else scales
+            codes = self.best_codes(codes, scales)
+        return codes, self.best_scales(codes, scales) if fit_scales else scales
 
     def best_codes(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Each code in turn. The inputs before it have their new codes, those behind it their old ones: what is lost of
@@ -89,7 +105,7 @@ class _Problem:
         if native.missing() is None:
             return rounding.sweep(
                 lost, self.couplings, self.order, scales, self.zeros,
-                zero=self.scheme.zero, max_code=self.scheme.max_code, aims=self.weight.contiguous(),
+                zero=self.scheme.zero, max_code=self.scheme.max_code, aims=self.weight,
             )  # fmt: skip
         found, _, _ = sweep_with_torch(
             lost, self.diagonal, self.scheme, self.order, self.couplings, scales, self.zeros, self.weight
