@@ -14,6 +14,7 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
 from qserve.quantize.scales import storable
 from qserve.quantize.sweep import sweep_with_torch
+from qserve.runtime import heap
 
 # Turns of codes and scales: the first takes most of the error, and after three a turn takes one percent of it. A turn
 # costs as much as GPTQ's own pass, so the widest inputs have one.
@@ -56,6 +57,8 @@ def descend(
         own = None if zeros is None else zeros[part].contiguous()
         problem = _Problem(weight[part].contiguous(), own, scheme, hessian, diagonal, order, couplings)
         found[part], fitted[part] = problem.descend(codes[part], fitted[part], fit_scales)
+    if len(weight) > rows:
+        heap.release()  # the next layer's factorization needs it
     return found, fitted
 
 
