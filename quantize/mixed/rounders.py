@@ -49,14 +49,15 @@ class Nearest:
 
 
 class Compensated:
-    """GPTQ with the Hessian in ``stats``, which is factored once for all weights and schemes."""
+    """GPTQ with the Hessian in ``stats``, which is factored once for all weights and schemes. The descent that follows
+    lowers the errors of all schemes alike, so it is left out."""
 
     def __init__(self, stats: LayerStats, *, act_order: bool) -> None:
         self._stats = stats
         self._inverse = gptq.inverse_of(stats, act_order=act_order)
 
     def round(self, weight: Tensor, scheme: WeightScheme) -> Tensor:
-        return gptq.quantize_with(self._inverse, weight, self._stats, scheme).weight.dequantize()
+        return gptq.quantize_with(self._inverse, weight, self._stats, scheme, descends=False).weight.dequantize()
 
     def error(self, rows: Tensor, scheme: WeightScheme) -> float:
         with torch_threads(1):  # the operations are too small for two threads

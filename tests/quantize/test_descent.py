@@ -124,7 +124,8 @@ def test_after_many_turns_no_other_code_would_be_better(monkeypatch):
             assert bool((case.error(other, scales) >= reached * (1 - 1e-5)).all())
 
 
-def test_an_output_depends_only_on_itself():
+def test_an_output_depends_only_on_itself(monkeypatch):
+    monkeypatch.setattr(descent, "_WEIGHTS", 1)  # 32 outputs at once
     case = Case(SCHEMES[0], outputs=70)
     codes, scales = case.descend()
     some = torch.tensor([3, 64, 69])
@@ -132,6 +133,17 @@ def test_an_output_depends_only_on_itself():
     found = case.descend()
     assert torch.equal(found[0], codes[some])
     torch.testing.assert_close(found[1], scales[some], rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_leaves_scales_finite_and_other_outputs_as_they_are(broken):
+    case = Case(SCHEMES[0])
+    codes, scales = case.descend()
+    case.weight[2, 5] = broken
+    found = case.descend()
+    others = torch.arange(7) != 2
+    assert torch.equal(found[0][others], codes[others]) and torch.equal(found[1][others], scales[others])
+    assert bool(found[1].isfinite().all()) and int(found[0].max()) <= SCHEMES[0].max_code
 
 
 def test_the_widest_inputs_have_fewer_turns():

@@ -125,6 +125,7 @@ def test_other_candidates_are_predicted_in_proportion(llama):
         assert kl[SCHEMES[2]] == pytest.approx(actual, rel=0.5), unit.modules
 
 
+@pytest.mark.usefixtures("gptq_alone")
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_with_error_compensation_what_gptq_costs_is_measured(model, request, monkeypatch):
     monkeypatch.setattr("qserve.kernels.products.multiplied", lambda: torch.float32)
@@ -143,6 +144,7 @@ def test_with_error_compensation_what_gptq_costs_is_measured(model, request, mon
         assert kl[SCHEMES[1]] == pytest.approx(expected, rel=0.05, abs=3e-8), unit.modules
 
 
+@pytest.mark.usefixtures("gptq_alone")
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(model, request, monkeypatch):
     monkeypatch.setattr("qserve.kernels.products.multiplied", lambda: torch.float32)
