@@ -76,7 +76,9 @@ class RouterServer(uvicorn.Server):
         await super().startup(sockets)
         self.loop = asyncio.get_running_loop()
         self._watching = [asyncio.create_task(watch()) for watch in self._watches]
-        self._batching = asyncio.create_task(self._batches.run(self._app)) if self._batches else None
+        self._batching = None
+        if self._batches is not None:
+            self._batching = asyncio.create_task(self._batches.run(self._app, lambda: self._deadline is not None))
         self.listens.set()
 
     async def on_tick(self, counter: int) -> bool:

@@ -66,6 +66,9 @@ class _Server(uvicorn.Server):
         """Why the engine ended, if it did."""
         return self._service.engine.failure if self._service else None
 
+    def _ends(self) -> bool:
+        return self._deadline is not None or self.failure is not None
+
     def open(self, service: Service) -> None:
         """The engine is there: start its thread and let requests in."""
         service.engine.start()
@@ -105,7 +108,7 @@ class _Server(uvicorn.Server):
         if self._batching is not None and self._deadline is not None:
             self._batching.cancel()
         if self._batches is not None and self._entrance.app is not None and self._batching is None:
-            self._batching = asyncio.create_task(self._batches.run(self._entrance.app))
+            self._batching = asyncio.create_task(self._batches.run(self._entrance.app, self._ends))
 
     def _watch(self) -> None:
         """Notice a failed engine or a stuck step. Running requests fail with it, and the server ends soon."""

@@ -47,7 +47,8 @@ def write(path: Path, lines: Iterable[Json | str]) -> Path:
 
 def answers(path: Path) -> dict[str, Json]:
     """The answers by custom id, none of which stands twice."""
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # Not ``splitlines``: an answer may hold other ends of lines than "\n".
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
     keyed = {answer["custom_id"] or answer["id"]: answer for answer in found}
     assert len(keyed) == len(found)
     return keyed

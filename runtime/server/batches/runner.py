@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -64,9 +64,10 @@ class BatchRunner:
         if stop := self._stops.get(batch.id):
             stop.set()
 
-    async def run(self, app: ASGIApp) -> None:
-        """Answer lines by ``app``; does not return. When it is cancelled, batches stay as they are."""
-        self._app = app
+    async def run(self, app: ASGIApp, ending: Callable[[], bool]) -> None:
+        """Answer lines by ``app``; does not return. When it is cancelled, batches stay as they are. Once the server is
+        ``ending``, answers may be those of requests that ended with it, and do not count."""
+        self._app, self._ending = app, ending
         async with asyncio.TaskGroup() as group:
             while True:
                 self._news.clear()
@@ -177,6 +178,8 @@ class BatchRunner:
             pause = PAUSE
             while True:
                 status, content = await post(self._app, line.url, line.body, key)
+                if self._ending():
+                    await asyncio.get_running_loop().create_future()  # until this is cancelled
                 if status not in _AGAIN:
                     break
                 await asyncio.sleep(pause)

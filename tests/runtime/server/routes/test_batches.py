@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from qserve.runtime.engine import Engine
 from qserve.runtime.server.batches import runner, store, upload
 from qserve.runtime.server.batches.store import BatchStore
 from qserve.runtime.server.config import ServerConfig
-from qserve.runtime.server.limits.keys import add_key
+from qserve.runtime.server.limits.keys import KeyRing, add_key
 from qserve.runtime.server.serve import ServerHandle
 
 Json = dict[str, Any]
@@ -73,7 +74,7 @@ def ended(client: openai.OpenAI, id: str) -> Any:
 
 
 def answers(client: openai.OpenAI, id: str) -> dict[str, Json]:
-    found = [json.loads(text) for text in client.files.content(id).text.splitlines()]
+    found = [json.loads(text) for text in client.files.content(id).text.split("\n")[:-1]]
     assert all(each.keys() == {"id", "custom_id", "response", "error"} for each in found)
     return {each["custom_id"]: each for each in found}
 
@@ -139,6 +140,37 @@ def test_a_server_that_starts_again_goes_on(engine: Engine, tmp_path: Path) -> N
         assert batch.status == "completed" and batch.request_counts.completed == 100 and batch.error_file_id is None
         assert answers(client, batch.output_file_id).keys() == {f"n{i}" for i in range(100)}
     assert not [*tmp_path.rglob("*.part")] and not [*tmp_path.rglob("*.answers.jsonl")]
+
+
+def test_what_a_server_that_ends_says_is_no_answer(tmp_path: Path) -> None:
+    """Such as the 500 of a request that is aborted. Before, some lines of a batch were lost to it."""
+    kept = BatchStore(tmp_path, 1 << 20)
+    path = kept.new_path()
+    path.write_text("".join(json.dumps(line(i)) + "\n" for i in range(5)))
+    batch = kept.add_batch("", "/v1/completions", kept.add_file(path, "", "in.jsonl", "batch").id, None)
+
+    async def scenario() -> None:
+        asked, ending = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            asked.set()
+            await ending.wait()
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+        running = asyncio.create_task(runner.BatchRunner(kept, KeyRing()).run(app, ending.is_set))
+        await asked.wait()
+        ending.set()
+        for _ in range(20):  # the answers arrive before the runner is stopped
+            await asyncio.sleep(0)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+    assert batch.status == "in_progress" and batch.answered == 0
+    assert kept.answers_path(batch).read_bytes() == b""
+    kept.close()
 
 
 def test_a_cancelled_batch_keeps_its_answers(engine: Engine, tmp_path: Path) -> None:
