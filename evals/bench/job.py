@@ -97,12 +97,12 @@ def run(job: Job, client: Client, model: str | None, fields: dict[str, Any], upd
 
     ``model`` None takes the first that the server lists. Raises ``QServeError`` where nothing can be measured.
     """
-    _allow_connections()
+    allow_connections()
     return asyncio.run(_run(job, client, model, fields, update))
 
 
 async def _run(job: Job, client: Client, model: str | None, fields: dict[str, Any], update: Update) -> Found:
-    name, context = await _model(client, model)
+    name, context = await served_model(client, model)
     prompt, output = job.prefix_tokens + job.prompt.longest, job.output.longest
     if job.dataset is None and job.trace is None and prompt + output > _room(context):
         raise UsageError(
@@ -150,7 +150,7 @@ async def _run(job: Job, client: Client, model: str | None, fields: dict[str, An
     return Found(name, tuple(levels), "requests/s" if job.is_open else "concurrent requests")
 
 
-async def _model(client: Client, wanted: str | None) -> tuple[str, int]:
+async def served_model(client: Client, wanted: str | None) -> tuple[str, int]:
     """The name to ask for, and the model's context as far as the server tells it."""
     try:
         listed = await client.models()
@@ -192,7 +192,7 @@ def _traffic(job: Job, requests: int, rate: float, room: int, seed: int) -> Traf
     return Traffic(rate, requests, job.prompt, job.output, job.burst, job.prefixes, job.prefix_tokens, room, seed)
 
 
-def _allow_connections() -> None:
+def allow_connections() -> None:
     """Allow as many open files as possible: each request in flight needs one, and an open loop does not bound them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(soft, 1 << 16) if hard == resource.RLIM_INFINITY else hard

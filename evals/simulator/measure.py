@@ -104,9 +104,11 @@ def compare(engine: Engine, cost: CostModel, name: str, arrivals: list[Arrival],
     """Serve a workload, simulate it, and compare the figures."""
     real, real_peak = serve(engine, arrivals, text)
     outcome = Fleet(FleetConfig(replica_of(engine)), cost).run(arrivals)
-    return Comparison(
-        name, len(arrivals), _figures(real, real_peak), _figures(outcome.records, outcome.usages[0].peak_blocks)
-    )
+    found = [
+        figures(records) | {"peak KV blocks": float(peak)}
+        for records, peak in ((real, real_peak), (outcome.records, outcome.usages[0].peak_blocks))
+    ]
+    return Comparison(name, len(arrivals), *found)
 
 
 def replica_of(engine: Engine) -> ReplicaConfig:
@@ -134,15 +136,15 @@ def comparison_report(found: Sequence[Comparison], title: str, command: str) -> 
     return Report("simulation", title, command, data, (section,), metrics=metrics)
 
 
-def _figures(records: Records, peak_blocks: int) -> dict[str, float]:
+def figures(records: Records) -> dict[str, float]:
+    """What is compared, of requests that were served or simulated."""
     ttft, tpot = percentiles(records.ttft()), percentiles(records.tpot())
-    return {
+    found = {
         "output tokens/s": sum(records.output) / records.seconds,
         "TTFT mean, s": ttft["mean"],
         "TTFT p95, s": ttft["p95"],
-        "TPOT mean, s": tpot["mean"],
-        "peak KV blocks": float(peak_blocks),
     }
+    return found | ({"TPOT mean, s": tpot["mean"]} if tpot else {})
 
 
 def _prompt(draw: random.Random, text: Sequence[int], arrival: Arrival) -> list[int]:

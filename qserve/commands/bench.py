@@ -19,6 +19,8 @@ from qserve.commands.options import (
     JsonOut,
     Kernels,
     MarkdownOut,
+    ServedModel,
+    ServerKey,
     SpeculativeConfigJson,
     Threads,
 )
@@ -85,19 +87,8 @@ def bench(
         str | None, typer.Option(help="What counts as good, as ttft=500ms,tpot=50ms.", metavar="SPEC")
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="completions or chat. [default: completions]")] = None,
-    name: Annotated[
-        str | None,
-        typer.Option("--model", help="Which model of a server. [default: the first that it lists]", metavar="NAME"),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="The key that a server wants; OPENAI_API_KEY of the environment where it is not given.",
-            metavar="KEY",
-            envvar="OPENAI_API_KEY",
-            show_envvar=False,
-        ),
-    ] = None,
+    name: ServedModel = None,
+    api_key: ServerKey = None,
     ignore_eos: Annotated[
         bool,
         typer.Option(

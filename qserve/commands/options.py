@@ -31,6 +31,19 @@ Model = Annotated[
         help="A Hugging Face directory, a hub id, a .gguf file, s3:// or gs:// and a prefix, demo, or demo-gemma.",
     ),
 ]
+ServedModel = Annotated[
+    str | None,
+    typer.Option("--model", help="Which model of a server. [default: the first that it lists]", metavar="NAME"),
+]
+ServerKey = Annotated[
+    str | None,
+    typer.Option(
+        help="The key that a server wants; OPENAI_API_KEY of the environment where it is not given.",
+        metavar="KEY",
+        envvar="OPENAI_API_KEY",
+        show_envvar=False,
+    ),
+]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Directory of the new checkpoint.")]
 Loaders = Annotated[
     str,

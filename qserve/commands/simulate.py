@@ -12,7 +12,16 @@ import typer
 
 from qserve import console
 from qserve.checkpoint.errors import QServeError, UsageError
-from qserve.commands.options import ENGINE, HtmlOut, JsonOut, MarkdownOut, MaxNumSeqs, Threads
+from qserve.commands.options import (
+    ENGINE,
+    HtmlOut,
+    JsonOut,
+    MarkdownOut,
+    MaxNumSeqs,
+    ServedModel,
+    ServerKey,
+    Threads,
+)
 from qserve.commands.values import command_line
 from qserve.evals.planner.replica_roofline import Efficiency, Layout
 from qserve.runtime.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
@@ -20,17 +29,22 @@ from qserve.runtime.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
 _SHARES = Efficiency()
 
 if TYPE_CHECKING:
+    from qserve.evals.bench.client import Client
     from qserve.evals.report import Report
     from qserve.evals.simulator.cost import CostModel, FittedCost
     from qserve.evals.simulator.model_cost import ModelCost
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.traffic import Arrival
+    from qserve.runtime.limits import SchedulerConfig
 
 
 def simulate(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="To measure; with --gpu a config.json or a shape as llama-3-70b."),
+        typer.Argument(
+            metavar="MODEL",
+            help="To measure: a model, or the URL of a server; with --gpu a config.json or a shape as llama-3-70b.",
+        ),
     ] = None,
     cost: Annotated[
         Path | None, typer.Option(help="A step takes what this file says, which --fit wrote.", metavar="FILE")
@@ -56,11 +70,14 @@ def simulate(
     mbu: Annotated[float, typer.Option(help="With --gpu: share of the memory bandwidth.")] = _SHARES.mbu,
     fit: Annotated[
         Path | None,
-        typer.Option(help="Measure steps of MODEL on this machine and write what they cost.", metavar="FILE"),
+        typer.Option(help="Measure steps of MODEL and write what they cost.", metavar="FILE"),
     ] = None,
     validate: Annotated[
         bool,
-        typer.Option("--validate", help="Serve three workloads with MODEL, simulate them, and compare."),
+        typer.Option(
+            "--validate",
+            help="Serve three workloads with MODEL, simulate them, and compare; or send this traffic to the URL.",
+        ),
     ] = False,
     validate_seconds: Annotated[float, typer.Option(help="About how long each of the three is.")] = 15.0,
     rate: Annotated[float, typer.Option(help="Requests per second, as a Poisson process.")] = 1.0,
@@ -116,6 +133,8 @@ def simulate(
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the KV of equal prompt beginnings.")
     ] = ENGINE.enable_prefix_caching,
+    name: ServedModel = None,
+    api_key: ServerKey = None,
     static: Annotated[
         bool, typer.Option("--static", help="Static batching: the next batch starts when all of the last has ended.")
     ] = False,
@@ -141,11 +160,17 @@ def simulate(
     """Simulate replicas of the engine under a load: latency, goodput, utilisation, KV usage and cost.
 
     The scheduler and the block manager are those of the engine; only the time that a step takes is computed: of MODEL
-    on GPUs as qserve plan has it (--gpu), of other hardware (--roofline), or of this machine (--fit, then --cost).
+    on GPUs as qserve plan has it (--gpu), of other hardware (--roofline), or measured (--fit, then --cost). The URL of
+    an OpenAI-compatible server is measured as its client sees it, while it serves nobody else; give the limits that it
+    has. With --validate the URL, of a server or of a router before several, gets the very traffic that is simulated.
     """
+    from qserve.chat_client import api_url
+    from qserve.evals.bench.client import Client
+    from qserve.evals.bench.validation import compare
     from qserve.evals.lengths import Lengths
     from qserve.evals.simulator.cost import FittedCost, RooflineCost
     from qserve.evals.simulator.fleet import Fleet, FleetConfig, KvTransfer
+    from qserve.evals.simulator.measure import comparison_report
     from qserve.evals.simulator.model_cost import ModelCost
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.summary import Price, simulation_report
@@ -156,15 +181,19 @@ def simulate(
 
     step_tokens = STEP_TOKENS if gpu is None else GPU_STEP_TOKENS
     step_tokens = step_tokens if max_num_batched_tokens is None else max_num_batched_tokens
-    if fit is not None or validate:
+    written = (json_path, markdown_path, html_path)
+    measures = fit is not None or validate
+    if measures:
         if model is None:
-            raise UsageError("--fit and --validate measure a model: name it")
+            raise UsageError("--fit and --validate measure a model or a server: name it")
         if fit is None and cost is None:
             raise UsageError("--validate needs what --fit wrote: give --cost, or --fit too")
         if not 1 <= validate_seconds <= 3600:
             raise UsageError("--validate-seconds must be 1..3600")
-        if gpu is not None:
-            raise UsageError("--fit and --validate measure this machine: leave out --gpu")
+        if gpu is not None or roofline is not None:
+            raise UsageError("--fit and --validate measure: leave out --gpu and --roofline")
+    server = api_url(model) if measures and model is not None and "://" in model else None
+    if measures and model is not None and server is None:
         limits = EngineConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=step_tokens,
@@ -173,12 +202,11 @@ def simulate(
             threads=threads,
         )
         known = None if cost is None else FittedCost.load(cost)
-        written = (json_path, markdown_path, html_path)
         _measure(model, limits, fit, known, validate_seconds if validate else None, seed, written)
         return
-    if (model is None) != (gpu is None):
+    if server is None and (model is None) != (gpu is None):
         raise UsageError("MODEL is measured with --fit or --validate, or simulated with --gpu: give both or neither")
-    if [cost, roofline, gpu].count(None) != 2:
+    if server is None and [cost, roofline, gpu].count(None) != 2:
         raise UsageError("give either --cost FILE, which --fit wrote, or --roofline SPEC, or MODEL and --gpu")
     steps: CostModel
     fits = max_num_seqs * -(-max_model_len // 16)
@@ -187,7 +215,7 @@ def simulate(
         max_model_len, fits = min(max_model_len, steps.roofline.shape.context), steps.num_blocks(max_num_seqs)
         listed = steps.roofline.gpu.price
         price = listed.dollars * tp if price is None and listed is not None else price
-    else:
+    elif server is None:
         steps = RooflineCost.parse(roofline) if roofline is not None else FittedCost.load(cost or Path())
     try:
         limits_of_one = SchedulerConfig(
@@ -199,6 +227,11 @@ def simulate(
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if server is not None:
+        client = Client(server, api_key)
+        steps = _fit_server(client, name, limits_of_one, fit) if fit is not None else FittedCost.load(cost or Path())
+        if not validate:
+            return
     if kv_blocks is not None and not 1 <= kv_blocks <= 1 << 24:
         raise UsageError(f"--kv-blocks must be 1..{1 << 24}, not {kv_blocks}")
     one = ReplicaConfig(
@@ -225,6 +258,11 @@ def simulate(
             prefix_tokens, max_model_len, seed,
         )
     )  # fmt: skip
+    if server is not None:
+        with console.progress("validate") as update:
+            compared = compare(client, name, list(arrivals), fleet, steps, update)
+        _show(comparison_report([compared], f"Simulated and measured: {model}", command_line()), written)
+        return
     total = len(arrivals) if isinstance(arrivals, list) else arrivals.requests
     simulation = Fleet(fleet, steps)  # refuses an unknown routing
     with console.progress("simulate") as update:
@@ -241,7 +279,7 @@ def simulate(
         source = {"fitted": json.loads((cost or Path()).read_text())}
     more = {"traffic": load, "cost_model": source}
     report = simulation_report(outcome, fleet, objective, money, command_line(), more)
-    _show(report, (json_path, markdown_path, html_path))
+    _show(report, written)
     if animate is not None:
         _animate(animate, arrivals, one, steps)
 
@@ -270,7 +308,6 @@ def _measure(
 ) -> None:
     """Fit, compare, or both, on one engine."""
     from qserve import steps
-    from qserve.checkpoint.files import write_atomically
     from qserve.evals import throughput
     from qserve.evals.simulator import fit as fitting
     from qserve.evals.simulator.measure import compare, comparison_report, workloads
@@ -281,11 +318,7 @@ def _measure(
     if fit is not None:
         with console.progress("measure") as update:
             cost = fitting.fit(fitting.timed_steps(engine, text, progress=update), engine.model_name)
-        try:
-            write_atomically(fit, (json.dumps(cost.to_json(), indent=2) + "\n").encode())
-        except OSError as error:
-            raise QServeError(f"cannot write {fit}: {error.strerror or error}") from None
-        console.line(f"{fit}: the steps of {engine.model_name}, median error {cost.error:.1%} over those measured")
+        _write_cost(fit, cost)
     if seconds is None:
         return
     assert cost is not None
@@ -300,6 +333,25 @@ def _measure(
         update(len(loads), len(loads))
     report = comparison_report(found, f"Simulated and measured: {engine.model_name}", command_line())
     _show(report, written)
+
+
+def _fit_server(client: Client, name: str | None, limits: SchedulerConfig, path: Path) -> FittedCost:
+    from qserve.evals.bench.validation import fit
+
+    with console.progress("measure") as update:
+        cost = fit(client, name, limits, update)
+    _write_cost(path, cost)
+    return cost
+
+
+def _write_cost(path: Path, cost: FittedCost) -> None:
+    from qserve.checkpoint.files import write_atomically
+
+    try:
+        write_atomically(path, (json.dumps(cost.to_json(), indent=2) + "\n").encode())
+    except OSError as error:
+        raise QServeError(f"cannot write {path}: {error.strerror or error}") from None
+    console.line(f"{path}: the steps of {cost.model}, median error {cost.error:.1%} over those measured")
 
 
 def _show(report: Report, written: tuple[Path | None, Path | None, Path | None]) -> None:

@@ -11,6 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from qserve.cli import app
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
+from qserve.runtime.server.serve import ServerHandle
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs/report.schema.json").read_text(encoding="utf-8"))
 ROOFLINE = "flops=1e14,bandwidth=1e12,parameters=1e9,weights=2e9,kv=1e5"
@@ -90,6 +93,22 @@ def test_a_fit_of_the_tiny_model_drives_a_simulation_and_is_compared(tiny_model:
         assert each["measured"].keys() == each["simulated"].keys() and all(each["simulated"].values())
     code, output = run("--cost", str(cost), "--requests", "20", "--rate", "100", "--prompt", "40", "--output", "10")
     assert code == 0, output
+
+
+def test_a_url_is_fitted_and_gets_the_simulated_traffic(tiny_packed: Path, tmp_path: Path) -> None:
+    limits = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
+    traffic = ("--rate", "20", "--requests", "10", "--prompt", "40", "--output", "8")
+    cost, report = tmp_path / "cost.json", tmp_path / "report.json"
+    engine = Engine(str(tiny_packed), EngineConfig(max_num_seqs=2, kv_cache_memory=64 << 20, threads=1))
+    with ServerHandle(engine) as server:
+        code, output = run(server.url, "--fit", str(cost), "--validate", "--json", str(report), *limits, *traffic)
+    assert code == 0, output
+    jsonschema.validate(json.loads(report.read_text()), SCHEMA)
+    (workload,) = json.loads(report.read_text())["data"]["workloads"]
+    assert workload["requests"] == 10 and workload["measured"].keys() == workload["simulated"].keys()
+    assert json.loads(cost.read_text())["model"] == engine.model_name
+    code, output = run(server.url, "--cost", str(cost), "--validate", *limits, *traffic)
+    assert code == 1 and len(output.strip().splitlines()) == 1, "a server that is gone is one line"
 
 
 @pytest.mark.parametrize(
