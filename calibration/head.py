@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qserve.calibration.activations import Activations
 from qserve.calibration.groups import StopForward
+from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 
 
@@ -52,6 +53,24 @@ def head_importance(skeleton: Skeleton, inputs: Activations) -> Tensor:
     finally:
         handle.remove()
     return (total / tokens).float()
+
+
+def head_input(model: nn.Module, window: Tensor) -> Tensor:
+    """The input of a causal LM's output layer, [samples, length, hidden], for ``window`` int64 [samples, length]; the
+    layer itself does not run."""
+    seen: list[Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0])
+        raise StopForward
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(before)  # type: ignore[operator]
+    try:
+        with fast_products(), suppress(StopForward):
+            model(input_ids=window, use_cache=False)
+    finally:
+        handle.remove()
+    return seen[0]
 
 
 @contextmanager

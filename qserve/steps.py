@@ -24,7 +24,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.memory import MemoryPlan
 
-_BARS = ("generate", "sensitivity", "quantize", "distill", "imatrix")
+_BARS = ("generate", "sensitivity", "gradients", "quantize", "distill", "imatrix")
 """The phases of quantizing that show a bar here."""
 
 

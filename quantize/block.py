@@ -40,12 +40,19 @@ class BlockResult:
 
 class BlockQuantizer:
     """``dtype`` is that of dense tensors in the checkpoint. A changed tensor is rounded to it at once, so that later
-    blocks see what will be served. Weights of the linears ``as_stored`` do not change."""
+    blocks see what will be served. Weights of the linears ``as_stored`` do not change. ``outputs``: of the gradients by
+    the outputs of linears, where the method wants them."""
 
     def __init__(
-        self, spec: QuantSpec, job: QuantizeJob, dtype: torch.dtype, as_stored: Collection[str] = ()
+        self,
+        spec: QuantSpec,
+        job: QuantizeJob,
+        dtype: torch.dtype,
+        as_stored: Collection[str] = (),
+        outputs: Mapping[str, LayerStats] | None = None,
     ) -> None:
         self.spec, self.job, self.dtype, self.as_stored = spec, job, dtype, as_stored
+        self.outputs = outputs or {}
         self._method = job.algorithm
         self._uses_text = job.text is not None and self._method.text != "unused"
         self._gather = Gather(
@@ -132,7 +139,11 @@ class BlockQuantizer:
         if fallback:
             result = replace(rtn.quantize(weight, stats, scheme), fallback=fallback)
         else:
-            result = self._method.quantize(weight, stats, scheme, act_order=self.job.act_order)
+            known = all(name in self.outputs for name in names)
+            outputs = [self.outputs[name] for name in names] if known else []
+            result = self._method.quantize(
+                weight, stats, scheme, act_order=self.job.act_order, outputs=outputs
+            )
         return with_activations(result, activations, stats, input_scale)
 
     def _too_few(self, names: Sequence[str], stats: LayerStats | None) -> str:

@@ -39,6 +39,8 @@ def descend(
     order: Tensor,
     *,
     fit_scales: bool = True,
+    count: int | None = None,
+    coupled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Better ``codes`` uint8 [out, in] and ``scales`` float32 [out, groups] for ``weight`` float32 [out, in].
 
@@ -46,31 +48,34 @@ def descend(
     hessian     float32 [in, in], symmetric; its diagonal counts as ``diagonal`` float32 [in], none negative
     order       int64 [in]: which input has its turn when
     fit_scales  else scales stay
+    count       turns of each; ``turns`` says how many where it is None
+    coupled     ``couplings`` of the last three, where they are known already
 
     The error of an output is d H d^T, d being what its weights lose. No step raises it, but for the rounding of scales
     to float16. An output depends only on its own row.
     """
-    couplings = _couplings(hessian, diagonal, order)
+    coupled = couplings(hessian, diagonal, order) if coupled is None else coupled
+    count = turns(weight.shape[1]) if count is None else count
     found, fitted = torch.empty(codes.shape, dtype=torch.uint8), scales.clone(memory_format=torch.contiguous_format)
     for start in range(0, len(weight), rows := max(32, _WEIGHTS // weight.shape[1])):
         part = slice(start, start + rows)
         own = None if zeros is None else zeros[part].contiguous()
-        problem = _Problem(weight[part].contiguous(), own, scheme, hessian, diagonal, order, couplings)
-        found[part], fitted[part] = problem.descend(codes[part], fitted[part], fit_scales)
+        problem = _Problem(weight[part].contiguous(), own, scheme, hessian, diagonal, order, coupled)
+        found[part], fitted[part] = problem.descend(codes[part], fitted[part], fit_scales, count)
     if len(weight) > rows:
         heap.release()  # the next layer's factorization needs it
     return found, fitted
 
 
-def _couplings(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor:
+def couplings(hessian: Tensor, diagonal: Tensor, order: Tensor) -> Tensor:
     """float32 [in, in], in the order and with the sign of ``sweep``: an error e of input i moves the best value of
     input j by e H_ij / H_jj. Inputs that were never seen move nothing."""
     reach = torch.where(diagonal > 0, -1.0 / diagonal, 0.0)[order]
-    couplings = torch.empty_like(hessian)
+    found = torch.empty_like(hessian)
     for start in range(0, len(order), _TILE):
         rows = order[start : start + _TILE]
-        torch.mul(hessian[rows][:, order], reach, out=couplings[start : start + _TILE])
-    return couplings.fill_diagonal_(1.0)
+        torch.mul(hessian[rows][:, order], reach, out=found[start : start + _TILE])
+    return found.fill_diagonal_(1.0)
 
 
 class _Problem:
@@ -84,14 +89,14 @@ class _Problem:
         hessian: Tensor,
         diagonal: Tensor,
         order: Tensor,
-        couplings: Tensor,
+        coupled: Tensor,
     ) -> None:
         self.weight, self.zeros, self.scheme = weight, zeros, scheme
-        self.hessian, self.diagonal, self.order, self.couplings = hessian, diagonal, order, couplings
+        self.hessian, self.diagonal, self.order, self.couplings = hessian, diagonal, order, coupled
         self.raised = diagonal - hessian.diagonal()
 
-    def descend(self, codes: Tensor, scales: Tensor, fit_scales: bool) -> tuple[Tensor, Tensor]:
-        for _ in range(turns(self.weight.shape[1])):
+    def descend(self, codes: Tensor, scales: Tensor, fit_scales: bool, count: int) -> tuple[Tensor, Tensor]:
+        for _ in range(count):
             scales = self.best_scales(codes, scales) if fit_scales else scales
             codes = self.best_codes(codes, scales)
         return codes, self.best_scales(codes, scales) if fit_scales else scales

@@ -8,7 +8,6 @@ layers or blocks cannot see.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -16,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qserve.calibration.groups import StopForward
+from qserve.calibration.head import head_input
 from qserve.calibration.products import fast_products
 from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -40,20 +39,7 @@ class Distilled:
 @torch.no_grad()
 def head_inputs(model: nn.Module, windows: Tensor, *, batch: int = 2) -> Tensor:
     """The input of a causal LM's output layer, float32 [samples, length, hidden], for int64 [samples, length]."""
-    seen: list[Tensor] = []
-
-    def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.append(args[0].float())
-        raise StopForward
-
-    handle = _head(model).register_forward_pre_hook(before)
-    try:
-        for part in windows.split(batch):
-            with fast_products(), suppress(StopForward):
-                model(input_ids=part, use_cache=False)
-    finally:
-        handle.remove()
-    return torch.cat(seen)
+    return torch.cat([head_input(model, part).float() for part in windows.split(batch)])
 
 
 def distill(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qserve.calibration.generated import writing_bytes
+from qserve.calibration.output_gradients import PIECE
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import SELF
@@ -23,7 +24,8 @@ from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.formats.format import Format
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
-from qserve.quantize import fitted
+from qserve.kernels.products import multiplied
+from qserve.quantize import fitted, yaqa
 from qserve.quantize.descent import turns
 from qserve.quantize.distill import BATCH, STEPS
 from qserve.quantize.job import QuantizeJob
@@ -42,6 +44,8 @@ _FLOAT_PASS = 0.5
 _HESSIAN_SHARE = 0.4
 # The same for the comparison with the float model's inputs, whose matrix has no second half to leave out.
 _DRIFT_SHARE = 0.45
+# Of a Hessian only the upper triangle is computed, by blocks.
+_TRIANGLE = 0.6
 # Partial forwards of a block whose samples go through in parts: attention input, output, MLP input, output, result.
 _STAGES = 3.0
 # Bytes per weight of the linear that is being rounded: its rows in order, their errors, codes twice, the result.
@@ -54,8 +58,8 @@ _LIBRARY_BYTES = 128 << 20
 # Bytes per squared input for a Hessian, its factor and the inversion: in float64, and in float32 for the widest, which
 # take one more where the float model is followed.
 _HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 13, 8192
-# Memory of a forward, relative to the outputs of its linears in float32: first where workers pause at the widest of
-# them, then in one piece, where samples go through in parts.
+# Memory of a forward, relative to twice the outputs of its linears in the type of the products: first where workers
+# pause at the widest of them, then in one piece, where samples go through in parts.
 _WORKERS, _PIECE = 0.8, 1.3
 # What the float model keeps for the workers, the inputs of its linears and its outputs, in units of the hidden states.
 _FLOAT_STATES = 4
@@ -115,6 +119,11 @@ def forecast(
     products = job.tokens * (forwards * weights + moments * squares)
     if job.effort == "best":
         products += _LEARNING_TOKENS * weights
+    if job.algorithm.outputs:
+        peak = max(peak + _outputs_bytes(skeleton), rss + _gradient_bytes(job, skeleton))
+        # Two of the three products of a step that learns: no weight has a gradient.
+        learned = 2 / 3 * fitted.LEARNING_STEP.value * skeleton.source.parameters()
+        products += gradient_tokens(job) * (learned + _TRIANGLE * _outputs_bytes(skeleton) / 4)
     if distills:
         # A forward of the float model, then the steps.
         stepped = fitted.LEARNING_STEP.value * STEPS * BATCH * job.sequence_length
@@ -198,11 +207,15 @@ def _compensating_products(job: QuantizeJob, shapes: Shapes) -> float:
         return 0.0
     each = fitted.SWEEP.value + (fitted.FOLLOWING.value if job.float_samples else 0.0)
     turn = 0.0 if job.weights.grid is E4M3 else fitted.DESCENT.value
+    more = yaqa.TURNS if job.algorithm.outputs else 0
     products = 0.0
     for unit in units(shapes.linears):
         sizes = [shapes.linears[module] for module in unit]
         inputs = [inp for _, inp in (sizes if of_experts(unit) else sizes[:1])]  # the others share theirs
-        products += sum((each + turn * turns(inp)) * out * inp**2 for out, inp in sizes)
+        for out, inp in sizes:
+            products += (each + turn * turns(inp)) * out * inp**2
+            if more and yaqa.couples(out, inp):
+                products += more * turn * out * inp**2 + (1 + more) * out**2 * inp
         products += fitted.INVERSE.value * sum(inp**3 for inp in inputs)
     return products
 
@@ -257,6 +270,25 @@ def distillation_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     return weights + 4 * job.tokens * skeleton.hidden_size + tokens * (6 * outputs + 20 * vocabulary)
 
 
+def gradient_tokens(job: QuantizeJob) -> int:
+    """Tokens whose gradients are gathered."""
+    return min(job.samples, yaqa.SAMPLES) * job.sequence_length
+
+
+def _outputs_bytes(skeleton: Skeleton) -> int:
+    """The Hessians of outputs of all linears, which are kept from the start."""
+    return 4 * sum(out * out for out, inp in skeleton.shapes.values() if yaqa.couples(out, inp))
+
+
+def _gradient_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
+    """What gathering gradients needs on top of the process as it is: each parameter with a copy in bfloat16, the
+    Hessians, and for one window the outputs of the layers with their gradients, and logits of a part of it."""
+    outputs = sum(out + inp for out, inp in skeleton.shapes.values())
+    vocabulary = int(skeleton.model.get_input_embeddings().weight.shape[0])
+    weights = 6 * skeleton.source.parameters() + _outputs_bytes(skeleton)
+    return weights + job.sequence_length * 6 * outputs + 16 * PIECE * vocabulary
+
+
 def measures_compensated(job: QuantizeJob, skeleton: Skeleton) -> bool:
     """Whether mixed precision can measure each linear with error compensation: GPTQ must round in the end, and the
     memory must suffice."""
@@ -299,7 +331,7 @@ def _compensating_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
 def _forward_bytes(share: float, tokens: int, skeleton: Skeleton) -> int:
     """The memory of a forward of ``tokens``; ``share`` is ``_WORKERS`` or ``_PIECE``."""
     outputs = sum(out for out, _ in skeleton.shapes.values()) // len(skeleton.blocks)
-    return int(share * 4 * tokens * (outputs + 4 * skeleton.hidden_size))
+    return int(share * 2 * multiplied().itemsize * tokens * (outputs + 4 * skeleton.hidden_size))
 
 
 def require_memory(expected: Forecast, job: QuantizeJob) -> None:

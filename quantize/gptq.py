@@ -91,24 +91,49 @@ def quantize_with(
     if factor is None:
         return _to_nearest(weight, stats, scheme, inverse.reason)
     weight = following(inverse, weight, stats)
-    codes, scales, zeros = _rounded(inverse, factor.upper, weight, stats.diagonal, scheme)
+    found = rounded(inverse, factor.upper, weight, stats.diagonal, scheme)
     if descends and scheme.grid is not E4M3:
-        assert stats.hessian is not None
-        raised, whole = rtn.above_minima(weight, scales, zeros, scheme)
-        codes, scales = descend(
-            raised, codes, scales, whole, scheme, stats.hessian,
-            stats.diagonal * (1 + _DESCENT_SHRINKAGE * shrinkage(stats)), inverse.order,
-            fit_scales=not (scheme.scale_bits or scheme.grid.real_zeros),  # those depend on each other, or on minima
-        )  # fmt: skip
-    packed = quantized_weight(codes, scales, zeros, scheme)
+        found = improved(inverse, weight, found, stats, scheme)
+    return finished(weight, found, factor, stats, scheme)
+
+
+Rounded = tuple[Tensor, Tensor, Tensor | None]
+"""Codes uint8 [out, in], scales and zeros float32 [out, groups]; no zeros where the scheme has one zero point."""
+
+
+def improved(
+    inverse: Inverse, weight: Tensor, found: Rounded, stats: LayerStats, scheme: WeightScheme,
+    *, count: int | None = None, coupled: Tensor | None = None,
+) -> Rounded:  # fmt: skip
+    """``found`` for ``weight`` after the descent of codes and scales; ``count`` and ``coupled`` as ``descend`` has
+    them."""
+    codes, scales, zeros = found
+    assert stats.hessian is not None
+    raised, whole = rtn.above_minima(weight, scales, zeros, scheme)
+    codes, scales = descend(
+        raised, codes, scales, whole, scheme, stats.hessian, descent_diagonal(stats), inverse.order,
+        fit_scales=not (scheme.scale_bits or scheme.grid.real_zeros),  # those depend on each other, or on minima
+        count=count, coupled=coupled,
+    )  # fmt: skip
+    return codes, scales, zeros
+
+
+def descent_diagonal(stats: LayerStats) -> Tensor:
+    """What counts as the Hessian's diagonal in the descent."""
+    return stats.diagonal * (1 + _DESCENT_SHRINKAGE * shrinkage(stats))
+
+
+def finished(
+    weight: Tensor, found: Rounded, factor: Factor, stats: LayerStats, scheme: WeightScheme
+) -> LayerResult:
+    """The result for ``weight``, which already makes up for earlier losses."""
+    packed = quantized_weight(*found, scheme)
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     return LayerResult(packed, error, energy, factor.damping, int((stats.diagonal == 0).sum()), factor.note)
 
 
-def _rounded(
-    inverse: Inverse, upper: Tensor, weight: Tensor, diagonal: Tensor, scheme: WeightScheme
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes uint8 [out, in], scales and zeros float32 [out, groups]."""
+def rounded(inverse: Inverse, upper: Tensor, weight: Tensor, diagonal: Tensor, scheme: WeightScheme) -> Rounded:
+    """``weight`` after GPTQ's own pass. ``upper``: of the inverse's factor; ``diagonal``: of the Hessian."""
     if scheme.grid not in (INTEGERS, AFFINE, E4M3):
         raise ValueError(f"GPTQ rounds to integers or e4m3 numbers, not to {scheme}")
     if scheme.grid is E4M3:

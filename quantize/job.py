@@ -131,7 +131,7 @@ class QuantizeJob:
 
     def _check_recipe(self) -> None:
         if self.algorithm.search_scale is not None or not self.algorithm.symmetric:
-            raise UsageError(f"--scheme {self.scheme} is for --method gptq or rtn, not {self.algorithm.name}")
+            raise UsageError(f"--scheme {self.scheme} is for --method gptq, yaqa or rtn, not {self.algorithm.name}")
         if self.head_bits or self.embedding_bits:
             raise UsageError(f"--scheme {self.scheme} chooses the types of embedding and head: leave out --embeddings "
                              "and --head")  # fmt: skip

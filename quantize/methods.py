@@ -25,11 +25,18 @@ _SAMPLE_ROWS = 512
 
 
 class Quantize(Protocol):
-    """Rounds ``weight`` float32 [out, in] to ``scheme``. ``stats`` are those of its input, None where there are none;
-    ``act_order`` is the job's."""
+    """Rounds ``weight`` float32 [out, in], which joins the linears of one input, to ``scheme``. ``stats`` are those of
+    the input, None where there are none, and ``outputs`` those of the gradients by the outputs of each linear, empty
+    where they are not known; ``act_order`` is the job's."""
 
     def __call__(
-        self, weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, *, act_order: bool
+        self,
+        weight: Tensor,
+        stats: LayerStats | None,
+        scheme: WeightScheme,
+        *,
+        act_order: bool,
+        outputs: Sequence[LayerStats],
     ) -> LayerResult: ...
 
 
@@ -62,6 +69,7 @@ class Method:
     symmetric     whether it can leave out zero points
     hessian       gathers the Hessian of each input
     sample_rows   gathers so many rows of each input
+    outputs       gathers the gradients by the outputs of each linear: the whole model is in memory before the walk
     compensates   later weights make up for the error of earlier ones: the float model can be followed, and the rounding
                   learned after it
     search_scale  finds a scale that is folded into the layer before, or None
@@ -78,35 +86,52 @@ class Method:
     symmetric: bool = True
     hessian: bool = False
     sample_rows: int = 0
+    outputs: bool = False
     compensates: bool = False
     search_scale: SearchScale | None = None
     cost: float = SCALE_SEARCH.value
 
 
-def _rtn(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, *, act_order: bool) -> LayerResult:
+def _rtn(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, **_: object) -> LayerResult:
     from qserve.quantize import rtn
 
     return rtn.quantize(weight, stats, scheme)
 
 
-def _gptq(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, *, act_order: bool) -> LayerResult:
+def _gptq(
+    weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, *, act_order: bool, **_: object
+) -> LayerResult:
     from qserve.quantize import gptq
 
     assert stats is not None  # a job without text is refused
     return gptq.quantize(weight, stats, scheme, act_order=act_order)
 
 
-def _hqq(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, *, act_order: bool) -> LayerResult:
+def _hqq(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, **_: object) -> LayerResult:
     from qserve.quantize import hqq
 
     return hqq.quantize(weight, stats, scheme)
 
 
-def _awq(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, *, act_order: bool) -> LayerResult:
+def _awq(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme, **_: object) -> LayerResult:
     from qserve.quantize import awq
 
     assert stats is not None
     return awq.quantize(weight, stats, scheme)
+
+
+def _yaqa(
+    weight: Tensor,
+    stats: LayerStats | None,
+    scheme: WeightScheme,
+    *,
+    act_order: bool,
+    outputs: Sequence[LayerStats],
+) -> LayerResult:
+    from qserve.quantize import yaqa
+
+    assert stats is not None
+    return yaqa.quantize(weight, stats, scheme, outputs, act_order=act_order)
 
 
 def _awq_scale(
@@ -162,6 +187,16 @@ METHODS: dict[str, Method] = {
             quantize=_gptq,
             usual_for=("weights", *RECIPES),
             hessian=True,
+            compensates=True,
+        ),
+        Method(
+            "yaqa",
+            help="gptq whose outputs also make up for each other, by gradients of the whole model",
+            quantize=_yaqa,
+            inputs="float",
+            instead="yaqa is for weights alone: --scheme weights",
+            hessian=True,
+            outputs=True,
             compensates=True,
         ),
         Method(

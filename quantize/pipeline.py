@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from qserve.calibration.blocks import walk
 from qserve.calibration.head import head_importance
 from qserve.calibration.kv import KVRecorder
+from qserve.calibration.output_gradients import output_gradients
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
+from qserve.calibration.stats import LayerStats
 from qserve.calibration.text import SELF
 from qserve.calibration.visit import Visit
 from qserve.checkpoint.calibration_record import CALIBRATION_FILE, CalibrationRecord
@@ -36,7 +38,7 @@ from qserve.checkpoint.spec import KVScheme
 from qserve.checkpoint.unpacked import Unpacked
 from qserve.checkpoint.writer import CheckpointWriter, check_out
 from qserve.kernels import native
-from qserve.quantize import distill, signround
+from qserve.quantize import distill, signround, yaqa
 from qserve.quantize.block import BlockQuantizer, BlockResult, restore
 from qserve.quantize.forecast import peak_bytes, require_memory
 from qserve.quantize.job import QuantizeJob
@@ -242,12 +244,15 @@ def _quantize(
     """Quantize every block. Returns a line for each linear, the names of the dense tensors that were written, and
     whether the scales are tuned after that: a run that resumes keeps to what the first one could afford."""
     job, skeleton = prepared.job, prepared.skeleton
-    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype, prepared.shapes.as_stored)
+    finished = [name for name in skeleton.blocks if name in writer.committed()]
+    outputs: dict[str, LayerStats] = {}
+    if job.algorithm.outputs and windows is not None and len(finished) < len(skeleton.blocks):
+        outputs = _gradients(prepared, windows, tell)
+    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype, prepared.shapes.as_stored, outputs)
     reports: list[LayerReport] = []
     written: set[str] = set()
     tell(ProgressEvent("quantize", 0, len(skeleton.blocks), prepared.forecast.seconds))
     start, first = time.perf_counter(), 0
-    finished = [name for name in skeleton.blocks if name in writer.committed()]
     at_once, distills = prepared.forecast.samples_at_once, prepared.forecast.distills
     if finished:  # sums in another order would give other bits
         extra = writer.part(finished[0])[1]
@@ -277,6 +282,28 @@ def _quantize(
         assert visit.inputs is not None  # now the last block's outputs
         writer.commit(_HEAD, {"importance": head_importance(skeleton, visit.inputs).tolist()})
     return reports, written, distills
+
+
+def _gradients(prepared: Preparation, windows: Tensor, tell: Progress) -> dict[str, LayerStats]:
+    """Of the float model by the outputs of its linears; a run that resumes computes them again."""
+    skeleton = Skeleton(prepared.skeleton.source)  # the walk needs one that is empty
+    model, linears = skeleton.load_all(), dict[str, nn.Linear]()
+    for index in range(len(skeleton.blocks)):
+        own = skeleton.linears(index).items()
+        linears |= {name: each for name, each in own if yaqa.couples(each.out_features, each.in_features)}
+    count = min(len(windows), yaqa.SAMPLES)
+    chosen = windows[torch.arange(count) * len(windows) // count]
+    started = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        remaining = (time.perf_counter() - started) / done * (total - done)
+        tell(ProgressEvent("gradients", done, total, remaining))
+
+    tell(ProgressEvent("gradients", 0, count))
+    found = output_gradients(model, linears, chosen, seed=prepared.job.seed, progress=progress)
+    del model, linears, skeleton
+    heap.release()
+    return found
 
 
 def _commit(

@@ -20,7 +20,9 @@ if TYPE_CHECKING:  # these load torch, and the command line imports this module 
 class ProgressEvent:
     """``done`` of ``total`` steps of ``phase``; ``remaining`` seconds, if known; a line to show, or ""."""
 
-    phase: Literal["prepare", "generate", "sensitivity", "quantize", "distill", "imatrix", "write", "measure"]
+    phase: Literal[
+        "prepare", "generate", "sensitivity", "gradients", "quantize", "distill", "imatrix", "write", "measure"
+    ]
     done: int
     total: int
     remaining: float | None = None

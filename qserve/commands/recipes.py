@@ -5,6 +5,8 @@ from __future__ import annotations
 RECIPES: tuple[tuple[str, str, str], ...] = (
     ("a good 4-bit model soon", "`--method gptq` (the default)",
      "every layer makes up for the errors of those before it"),
+    ("a better one, of a model that fits into memory in 32 bits", "`--method yaqa`",
+     "outputs also make up for each other, where the whole model does not tell them apart"),
     ("the best model of 4 or 3 bits, time does not matter", "`--effort best`; `--bits 3` for 3",
      "then the rounding is learned, and all scales together"),
     ("a first look in seconds", "`--method rtn --calibration none`",

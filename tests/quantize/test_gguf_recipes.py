@@ -179,7 +179,7 @@ def test_compensation_beats_rounding_to_nearest(wide, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(method="awq"), "Q4_K_M is for --method gptq or rtn, not awq"),
+        (dict(method="awq"), "Q4_K_M is for --method gptq, yaqa or rtn, not awq"),
         (dict(effort="best"), "--effort best is for weights alone"),
         (dict(target_bits=4.5), "mixed precision is for --scheme weights"),
         (dict(embedding_bits=8), "leave out --embeddings and --head"),

@@ -29,10 +29,10 @@ def test_a_method_is_refused_for_what_it_is_not_for(method: Method):
     for scheme in SCHEMES:
         inputs = "float" if scheme == "weights" else "rounded"
         wanted = dict(scheme=scheme, method=method.name, symmetric=method.symmetric)
-        if scheme in RECIPES and method.name not in ("gptq", "rtn"):
+        if scheme in RECIPES and method.name not in ("gptq", "rtn", "yaqa"):
             with pytest.raises(UsageError, match="--scheme"):
                 QuantizeJob(**wanted)
-        elif method.inputs in ("any", inputs):
+        elif method.inputs in ("any", inputs) or scheme in RECIPES:
             assert QuantizeJob(**wanted).algorithm is method
         else:
             with pytest.raises(UsageError, match="--scheme"):
@@ -52,7 +52,7 @@ def test_text_that_nothing_uses_is_not_read():
 def test_a_row_is_enough_to_add_a_method(monkeypatch, llama, tmp_path):
     seen = []
 
-    def quantize(weight, stats, scheme, *, act_order):
+    def quantize(weight, stats, scheme, *, act_order, outputs):
         seen.append((tuple(weight.shape), stats))
         return rtn.quantize(weight, None, scheme)
 

@@ -25,6 +25,6 @@ def test_no_method_takes_a_grid_for_another(method: Method, scheme):
     stats = LayerStats(64)
     stats.update(torch.randn(200, 64))
     with pytest.raises(ValueError, match="doubled"):
-        method.quantize(torch.randn(8, 64), stats, scheme, act_order=True)
+        method.quantize(torch.randn(8, 64), stats, scheme, act_order=True, outputs=[])
     with pytest.raises(UsageError, match="doubled"):
         word_values(scheme)

@@ -1,0 +1,81 @@
+"""``output_gradients``: how much the model's predictions change with the outputs of each linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qserve.calibration.head import head_input
+from qserve.calibration.products import fast_products
+from qserve.calibration.stats import LayerStats
+
+PIECE = 128  # tokens whose logits are there at once
+
+
+def output_gradients(
+    model: nn.Module,
+    linears: Mapping[str, nn.Linear],
+    windows: Tensor,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, LayerStats]:
+    """For each of ``linears`` the statistics of the gradients by its outputs of -log p(next token), over all tokens of
+    ``windows`` int64 [samples, length]. The next tokens are drawn from the model's own predictions. So the Hessian of
+    the statistics is twice the Fisher information, which is the Hessian of the divergence that a change of the outputs
+    causes. A linear that no token reaches has none.
+
+    ``model`` is a transformers causal LM in float32 that holds ``linears``; changes to the logits after its output
+    layer are left out. One window at a time is in memory. ``progress`` is told (windows done, windows).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, LayerStats] = {}
+
+    def note(name: str, gradient: Tensor) -> None:
+        with torch.autocast("cpu", enabled=False):
+            stats = found.setdefault(name, LayerStats(gradient.shape[-1]))
+            stats.update(gradient.float())
+
+    def after(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        output.register_hook(partial(note, name))
+
+    def embedded(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # All gradients pass through it, and no weight needs one. A copy: some models scale it in place.
+        return output.detach().requires_grad_().clone()
+
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    handles = [linear.register_forward_hook(partial(after, name)) for name, linear in linears.items()]
+    handles.append(model.get_input_embeddings().register_forward_hook(embedded))  # type: ignore[operator]
+    try:
+        model.requires_grad_(False)
+        for number, window in enumerate(windows.split(1), 1):
+            with torch.enable_grad():
+                states = head_input(model, window)
+                gradient = _gradient(model.get_output_embeddings(), states.detach(), generator)  # type: ignore[operator]
+                states.backward(gradient)  # type: ignore[no-untyped-call]
+            if progress is not None:
+                progress(number, len(windows))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+    return found
+
+
+def _gradient(head: nn.Module, states: Tensor, generator: torch.Generator) -> Tensor:
+    """Of the sum of -log p(drawn token), by ``states`` [1, length, hidden]."""
+    parts = []
+    for part in states.split(PIECE, dim=1):
+        leaf = part.detach().requires_grad_()
+        with fast_products():
+            logits = head(leaf).float().flatten(0, 1)
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        F.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        parts.append(leaf.grad)
+    return torch.cat(parts, dim=1).to(states.dtype)
