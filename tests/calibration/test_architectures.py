@@ -72,9 +72,9 @@ def test_names_are_those_of_the_files(family: str, saved_model: Saved) -> None:
     assert gates == expected | ({"mlp.shared_expert_gate"} if family in ("qwen2_moe", "qwen3_next") else set())
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+@pytest.mark.parametrize("method", ["rtn", "yaqa", "awq"])
 def test_eight_bits_are_close_to_none(
-    method: Literal["rtn", "gptq", "awq"],
+    method: Literal["rtn", "yaqa", "awq"],
     family: str,
     saved_model: Saved,
     calibration_text: str,

@@ -53,7 +53,7 @@ OPTIONS = [
     ("quantize", ("--bits", "7"), 2, ("bits must be", "7")),
     ("quantize", ("--bits", "four"), 2, ("--bits",)),
     ("quantize", ("--group-size", "7"), 2, ("group size", "7")),
-    ("quantize", ("--method", "magic"), 2, ("rtn, hqq, gptq, awq", "magic")),
+    ("quantize", ("--method", "magic"), 2, ("rtn, hqq, gptq, yaqa, awq", "magic")),
     ("quantize", ("--scheme", "w9"), 2, ("--scheme must be", "w9")),
     ("quantize", ("--format", "onnx"), 2, ("onnx", "compressed-tensors")),
     ("quantize", ("--minimize", "size"), 2, ("--max-kl",)),
