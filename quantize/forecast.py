@@ -120,7 +120,7 @@ def forecast(
     if job.effort == "best":
         products += _LEARNING_TOKENS * weights
     if job.algorithm.outputs:
-        peak = max(peak + _outputs_bytes(skeleton), rss + _gradient_bytes(job, skeleton))
+        peak = max(peak, rss + _gradient_bytes(job, skeleton))
         # Two of the three products of a step that learns: no weight has a gradient.
         learned = 2 / 3 * fitted.LEARNING_STEP.value * skeleton.source.parameters()
         products += gradient_tokens(job) * (learned + _TRIANGLE * _outputs_bytes(skeleton) / 4)
@@ -243,6 +243,8 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
         forward += _FLOAT_STATES * states
     # A weight is rounded while the whole batch waits in front of its layer, or after the last part went through.
     block = skeleton.block_bytes() + hidden + (forward + rounding if whole else max(forward, rounding))
+    if job.algorithm.outputs:
+        block += _outputs_bytes(skeleton)
     if job.effort == "best":
         block += 2 * hidden + 6 * skeleton.block_bytes()
     return max(skeleton.embedding_bytes() + hidden, block, copying)

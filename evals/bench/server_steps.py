@@ -66,6 +66,8 @@ async def timed_steps(
             own = max(1, words.count(batch.prompt - words.fixed))
             prompts = [f"{prefix} {words.text(f'{salt} {index}', own)}".strip() for index in range(batch.count)]
             answers = await _send(client, fields, prompts, batch.output)
+            if batch.prefix and answers[0].cached_tokens is None:
+                continue  # a server that does not tell what it had cached: nobody knows what the step computed
             if (step := step_of(answers, limits.max_num_batched_tokens)) is not None:
                 found.append(step)
             update(turn * len(designed) + number + 1, repeats * len(designed))

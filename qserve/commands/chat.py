@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from qserve.checkpoint.errors import UsageError
-from qserve.commands.options import ENGINE, ChatTemplate, Kernels, Threads
+from qserve.commands.options import ENGINE, ChatTemplate, Kernels, ServedModel, ServerKey, Threads
 from qserve.runtime.config import EngineConfig
 
 
@@ -18,19 +18,8 @@ def chat(
             metavar="MODEL", help="A Hugging Face directory, a hub id, a .gguf file, demo, or the URL of a server."
         ),
     ] = "demo",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="The key that a server wants; OPENAI_API_KEY of the environment where it is not given.",
-            metavar="KEY",
-            envvar="OPENAI_API_KEY",
-            show_envvar=False,
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option("--model", help="Which model of a server. [default: the first that it lists]", metavar="NAME"),
-    ] = None,
+    api_key: ServerKey = None,
+    name: ServedModel = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 takes the likeliest tokens. [default: the model's, or 0.7; a server's own]")

@@ -165,12 +165,9 @@ def simulate(
     has. With --validate the URL, of a server or of a router before several, gets the very traffic that is simulated.
     """
     from qserve.chat_client import api_url
-    from qserve.evals.bench.client import Client
-    from qserve.evals.bench.validation import compare
     from qserve.evals.lengths import Lengths
     from qserve.evals.simulator.cost import FittedCost, RooflineCost
     from qserve.evals.simulator.fleet import Fleet, FleetConfig, KvTransfer
-    from qserve.evals.simulator.measure import comparison_report
     from qserve.evals.simulator.model_cost import ModelCost
     from qserve.evals.simulator.replica import ReplicaConfig
     from qserve.evals.simulator.summary import Price, simulation_report
@@ -193,6 +190,9 @@ def simulate(
         if gpu is not None or roofline is not None:
             raise UsageError("--fit and --validate measure: leave out --gpu and --roofline")
     server = api_url(model) if measures and model is not None and "://" in model else None
+    unused = {"--threads": threads, "--slo": slo, "--price": price, "--animate": animate}
+    if server is not None and (given := [name for name, value in unused.items() if value is not None]):
+        raise UsageError(f"{given[0]} has no meaning where the URL of a server is measured: leave it out")
     if measures and model is not None and server is None:
         limits = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -228,6 +228,8 @@ def simulate(
     except ValueError as error:
         raise UsageError(str(error)) from None
     if server is not None:
+        from qserve.evals.bench.client import Client
+
         client = Client(server, api_key)
         steps = _fit_server(client, name, limits_of_one, fit) if fit is not None else FittedCost.load(cost or Path())
         if not validate:
@@ -259,6 +261,9 @@ def simulate(
         )
     )  # fmt: skip
     if server is not None:
+        from qserve.evals.bench.validation import compare  # loads torch, as the next
+        from qserve.evals.simulator.measure import comparison_report
+
         with console.progress("validate") as update:
             compared = compare(client, name, list(arrivals), fleet, steps, update)
         _show(comparison_report([compared], f"Simulated and measured: {model}", command_line()), written)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qserve.checkpoint.errors import QServeError
+from qserve.evals.bench import server_steps
 from qserve.evals.bench.client import Answer, Client
 from qserve.evals.bench.server_steps import batches, step_of
 from qserve.evals.bench.validation import compare, fit
 from qserve.evals.lengths import Lengths
 from qserve.evals.simulator.cost import FittedCost
+from qserve.evals.simulator.fit import Timed
 from qserve.evals.simulator.fleet import FleetConfig
 from qserve.evals.simulator.replica import ReplicaConfig
 from qserve.evals.simulator.traffic import Traffic
@@ -86,6 +90,26 @@ def test_a_server_is_fitted_and_compared(server: ServerHandle) -> None:
     assert found.measured.keys() == found.simulated.keys() > {"TTFT mean, s", "prompt tokens from the cache"}
     assert found.errors["output tokens/s"] == pytest.approx(0, abs=0.3)
     assert found.errors["prompt tokens from the cache"] == pytest.approx(0, abs=0.3)
+
+
+def test_what_was_cached_is_not_guessed(server: ServerHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts behind a prefix are left out where the server does not tell what it had cached of them."""
+    sent, untold = [], server_steps._send
+
+    async def send(*args: Any) -> list[Answer]:
+        answers = await untold(*args)
+        sent.append(answers)
+        return [replace(answer, cached_tokens=None) for answer in answers]
+
+    monkeypatch.setattr(server_steps, "_send", send)
+    seen: list[Timed] = []
+    monkeypatch.setattr("qserve.evals.bench.validation.fit_steps", lambda steps, model: seen.extend(steps))
+    fit(Client(server.url, None, 60), None, LIMITS, lambda done, total: None)
+    prompts = [shape for shape, _ in seen if shape.prefill_kv]
+    assert prompts and all(shape.prefill_kv == shape.tokens * (shape.tokens + 1) // 2 for shape in prompts)
+    alone = sum(each.output == 1 and not each.prefix for each in batches(LIMITS))
+    assert len(prompts) == 2 * alone, "none that the cache shortened"
+    assert any((answer.cached_tokens or 0) > 0 for answers in sent for answer in answers), "there were such"
 
 
 def test_a_refusal_is_said(server: ServerHandle) -> None:
