@@ -27,13 +27,23 @@ class ReplicaProcess:
         """``ended`` is called in another thread with the exit code, once it was ready and ends by itself."""
         self.url = ""
         self.key = f"qs-{secrets.token_urlsafe(32)}"
-        self._command = ["run", model, *options, "--host", host, "--port", "0", "--log-format", "json"]
         self._ended = ended
         self._stopping = False
         self._known = threading.Event()  # it is ready, or has ended
         self._last: deque[str] = deque(maxlen=8)
-        self._process: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._run, name="qserve-replica", daemon=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="qserve-")
+        keys = Path(self._folder.name) / "keys.toml"
+        keys.touch(0o600)
+        digest = sha256(self.key.encode()).hexdigest()
+        keys.write_text(f'[[key]]\nname = "router"\nsha256 = "{digest}"\nrouter = true\n', encoding="utf-8")
+        command = [sys.executable, "-P", "-m", "qserve.model_process", "run", model, *options, "--host", host]
+        command += ["--port", "0", "--log-format", "json", "--api-keys", str(keys)]
+        # Ray sets it for its own workers, and a caller's key is the ingress's to check.
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        self._thread = threading.Thread(target=self._read, name="qserve-replica", daemon=True)
         self._thread.start()
 
     def wait_ready(self) -> None:
@@ -49,32 +59,23 @@ class ReplicaProcess:
     def stop(self, timeout: float) -> None:
         """Let it drain, and end it after ``timeout`` seconds."""
         self._stopping = True
-        if self._process is not None:
-            self._process.terminate()
-            self._thread.join(timeout)
-            self._process.kill()
+        self._process.terminate()
+        self._thread.join(timeout)
+        self._process.kill()
+        self._thread.join()
 
-    def _run(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="qserve-") as folder:
-            keys = Path(folder) / "keys.toml"
-            keys.touch(0o600)
-            digest = sha256(self.key.encode()).hexdigest()
-            keys.write_text(f'[[key]]\nname = "router"\nsha256 = "{digest}"\nrouter = true\n', encoding="utf-8")
-            # Ray sets it for its own workers, and a caller's key is the ingress's to check.
-            environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-            command = [sys.executable, "-P", "-m", "qserve.model_process", *self._command, "--api-keys", str(keys)]
-            with subprocess.Popen(
-                command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-            ) as self._process:
-                assert self._process.stderr is not None
-                for line in self._process.stderr:
-                    self._read(line)
+    def _read(self) -> None:
+        """Follow what it logs, to its end."""
+        with self._folder, self._process:
+            assert self._process.stderr is not None
+            for line in self._process.stderr:
+                self._note(line)
         was_ready = bool(self.url)
         self._known.set()
         if was_ready and not self._stopping:
             self._ended(self._process.returncode)
 
-    def _read(self, line: str) -> None:
+    def _note(self, line: str) -> None:
         sys.stderr.write(line)
         try:
             found = json.loads(line)

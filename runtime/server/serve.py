@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILURE_GRACE = 2.0  # seconds from the engine's failure to the server's end, for clients and probes to see it
+SIGNAL_DELAY = 0.5  # seconds, at most, until a signal is acted on that came just before the main thread slept
 
 
 class _Server(uvicorn.Server):
@@ -169,7 +170,8 @@ def serve(
                 service.engine.prepare_grammars()
                 if opened is not None:
                     opened()
-                thread.join()
+                while thread.is_alive():
+                    thread.join(SIGNAL_DELAY)
         finally:
             if thread.is_alive():
                 server.drain(0.0)

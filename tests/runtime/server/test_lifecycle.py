@@ -8,8 +8,9 @@ import os
 import resource
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
@@ -236,9 +237,21 @@ def sigterm_is_ours() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+def to_the_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def to_a_thread() -> None:
+    """It does not wake the main thread. Nor does one to the process that comes just before that thread sleeps."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+
 @pytest.mark.usefixtures("sigterm_is_ours")
+@pytest.mark.parametrize("kill", [to_the_process, to_a_thread])
 @pytest.mark.parametrize("signals", [1, 2])
-def test_sigterm_drains_and_a_second_one_aborts(engine: Engine, slow: None, signals: int) -> None:
+def test_sigterm_drains_and_a_second_one_aborts(
+    engine: Engine, slow: None, signals: int, kill: Callable[[], None]
+) -> None:
     """Served in the main thread of this process, as ``qserve run`` does."""
     sock = claim_socket("127.0.0.1", 0)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -247,7 +260,7 @@ def test_sigterm_drains_and_a_second_one_aborts(engine: Engine, slow: None, sign
         return httpx.get(f"{url}/ready", timeout=20).status_code
 
     def terminate() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        kill()
         wait_until(lambda: ready() == 503)
 
     def last_event() -> str:
@@ -259,11 +272,11 @@ def test_sigterm_drains_and_a_second_one_aborts(engine: Engine, slow: None, sign
                 next(lines)
                 terminate()
                 if signals == 2:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    kill()
                 return [line for line in lines if line][-1]
         except BaseException:
-            terminate()
-            os.kill(os.getpid(), signal.SIGTERM)  # or it would be served for ever
+            to_the_process()
+            to_the_process()  # or it would be served for ever
             raise
 
     with ThreadPoolExecutor(1) as pool:
