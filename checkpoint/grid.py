@@ -30,6 +30,8 @@ class Grid:
     real_zeros   whether zero points are real numbers rather than codes
     unit         of an exact grid: all its numbers are whole multiples of it; those of NF4 are within 2 ** -16.96 of one
     scale_bits   of a scale as it is stored
+    most         the largest code, where the bits of a code as it is stored do not say it
+    zero         the code of 0 then
     """
 
     name: str
@@ -43,6 +45,8 @@ class Grid:
     unit: float = 1.0
     real_zeros: bool = False
     scale_bits: int = 16
+    most: int | None = None
+    zero: int | None = None
 
 
 def _whole(codes: Tensor) -> Tensor:
@@ -88,7 +92,12 @@ BNB_FP4 = _from_codebook("bnb-fp4", (*_BNB_FP4, *(-number for number in _BNB_FP4
 """bitsandbytes' own four bits of floating point, in float32: multiples of 1/192, in an order of their own."""
 AFFINE = Grid("hqq", (2, 3, 4, 5, 8), zero_points=True, exact=True, largest=255.0, numbers=_whole, real_zeros=True)
 """Integers around a zero point that is a real number."""
-GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE)}
+TRELLIS = Grid(
+    "trellis", (2, 3, 4), zero_points=False, exact=True, largest=29.0, numbers=lambda codes: codes.float() - 32,
+    most=61, zero=32,
+)  # fmt: skip
+"""Codes that neighbours choose together: ``trellis``. Their numbers are -29 to 29, most of them near 0."""
+GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE, TRELLIS)}
 _OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.formats.compressed_tensors_config import layout
 from qserve.checkpoint.formats.format import FUSED, Format, Schemes, Shapes, is_embedding
-from qserve.checkpoint.grid import INTEGERS
+from qserve.checkpoint.grid import INTEGERS, TRELLIS
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 # Group sizes of the Marlin kernels, and the multiples of outputs and inputs they need.
@@ -23,6 +23,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 # Experts of GPT-OSS: gate and up are one linear, its rows in turn. Other loaders know it by the stack of all experts.
 _JOINED_EXPERT = re.compile(r"\.experts\.\d+\.gate_up_proj")
 _UNSTACKED = "experts of this family are loaded from stacks of a layer, in 16 bits or MXFP4, not quantized one by one"
+_OWN = "trellis codes are a layout of qserve's own"
 _GGUF = "it has llama.cpp's blocks, of which qserve convert --format gguf makes a file"
 _SKIPPED = "experts of this family are not skipped where their linears are named one by one"
 
@@ -71,10 +72,11 @@ def verdicts(
     schemes = {module: scheme for module in shapes if (scheme := spec.scheme_of(module)) is not None}
     case = _Case(spec, schemes, shapes, format)
     limit = format.limit(spec, schemes, shapes)
+    own = next((f"{module}: {_OWN}" for module, scheme in schemes.items() if scheme.grid is TRELLIS), None)
     result = []
     for loader in chosen:
         refusal, note = LOADERS[loader]
-        reason = limit or refusal(case)
+        reason = limit or (own if loader != "qserve" else None) or refusal(case)
         result.append(LoaderVerdict(loader, reason is None, reason or note(case)))
     return result
 

@@ -6,10 +6,12 @@ Kernels lay them out from there. Choosing, ordering and joining outputs moves no
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.trellis import PackedTrellis
 from qserve.checkpoint.words import unpack_words
 
 
@@ -82,11 +84,17 @@ class PackedCodes:
         return values.view(len(words), -1).t().contiguous()
 
 
-def join(parts: list[Tensor | PackedCodes]) -> Tensor | PackedCodes:
+Packed = PackedCodes | PackedTrellis
+
+
+def join(parts: list[Tensor | Packed]) -> Tensor | Packed:
     """The outputs of all ``parts``, one behind the other; packed if all are, and in the same way."""
     first = parts[0]
+    rings = [part for part in parts if isinstance(part, PackedTrellis)]
+    if len(rings) == len(parts) and all(one.joins(next) for one, next in pairwise(rings)):
+        return rings[0].join(rings[1:])
     if not isinstance(first, PackedCodes) or not all(map(first.joins, parts)):
-        return torch.cat([part.unpack() if isinstance(part, PackedCodes) else part for part in parts])
+        return torch.cat([part if isinstance(part, Tensor) else part.unpack() for part in parts])
     packed = [part for part in parts if isinstance(part, PackedCodes)]
     rows = None
     if any(part.rows is not None for part in packed):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.packed_codes import PackedCodes, join
+from qserve.checkpoint.packed_codes import Packed, PackedCodes, join
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.trellis import PackedTrellis
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class QuantizedWeight:
     without zero points subtract nothing.
 
     stored       the codes [out, in], each in [0, 2**bits): uint8, or packed as a checkpoint holds them
-    codes        uint8 [out, in]; packed ones are unpacked when they are first read, and held so from then on
+    codes        uint8 [out, in]; packed ones are unpacked when they are first read, and held so from then on, but for
+                 trellises
     scales       float32 [out, groups]; where the scheme shares a scale among outputs, their rows repeat it
     zeros        uint8 [out, groups], or None for a symmetric scheme (zero = 2**(bits-1)); floats where the grid has
                  real ones: then each step of ``dequantize`` is rounded to their dtype
@@ -34,7 +36,7 @@ class QuantizedWeight:
     """
 
     scheme: WeightScheme
-    stored: Tensor | PackedCodes
+    stored: Tensor | Packed
     scales: Tensor
     zeros: Tensor | None = None
     g_idx: Tensor | None = None
@@ -44,6 +46,8 @@ class QuantizedWeight:
 
     @property
     def codes(self) -> Tensor:
+        if isinstance(self.stored, PackedTrellis):  # it stays: codes do not tell the streams
+            return self.stored.unpack()
         if isinstance(self.stored, PackedCodes):
             object.__setattr__(self, "stored", self.stored.unpack())
         assert isinstance(self.stored, Tensor)

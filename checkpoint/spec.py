@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.grid import INTEGERS, Grid, grid_named, input_grid
+from qserve.checkpoint.grid import INTEGERS, TRELLIS, Grid, grid_named, input_grid
 
 SUPERBLOCK = 256
 """Inputs that share the float16 of two-level scales."""
@@ -22,7 +22,7 @@ class WeightScheme:
     the usual group, (-1, 1) per channel, (-1, -1) per tensor, (128, 128) a block.
     ``dtype`` names the ``grid`` of its codes: ``int``, unsigned codes around a zero point, which is
     ``2 ** (bits - 1)`` where it is symmetric; ``fp8``, e4m3 numbers; ``fp4``, e2m1 numbers; ``hqq``, unsigned codes
-    around a zero point that is a real number.
+    around a zero point that is a real number; ``trellis``, codes that 64 outputs choose together.
     ``scale_bits`` are those of two-level scales: each is an integer of so many bits, times a float16 that
     ``SUPERBLOCK`` inputs share. What a real zero point takes away, the minimum, is stored likewise. 0: each scale is
     a number of its own. Raises ``UsageError`` for what is not known.
@@ -73,13 +73,18 @@ class WeightScheme:
         return out_features if self.rows == -1 else self.rows
 
     @property
+    def joins_outputs(self) -> bool:
+        """Whether several outputs share a scale, or bits of their codes."""
+        return self.rows != 1 or self.grid is TRELLIS
+
+    @property
     def zero(self) -> int:
         """The zero point of a symmetric scheme."""
-        return 1 << (self.bits - 1)
+        return 1 << (self.bits - 1) if self.grid.zero is None else self.grid.zero
 
     @property
     def max_code(self) -> int:
-        return (1 << self.bits) - 1
+        return (1 << self.bits) - 1 if self.grid.most is None else self.grid.most
 
     def storage_bits(self, out_features: int, in_features: int, *, symmetric_zeros: bool = True) -> int:
         """Bits of a weight [out, in] in a packed format: codes, scales and packed zero points. Zero points that
@@ -101,7 +106,8 @@ class WeightScheme:
             kind = "symmetric" if self.symmetric else "asymmetric"
             return f"{self.bits} bit {shared} {kind} ({self.scale_bits}-bit scales)"
         if self.grid is not INTEGERS:
-            return f"{self.bits} bit {shared} {self.dtype}" if self.grid.real_zeros else f"{self.dtype} {shared}"
+            bits = f"{self.bits} bit " if len(self.grid.bits) > 1 else ""
+            return f"{bits}{shared} {self.dtype}" if self.grid.real_zeros or bits else f"{self.dtype} {shared}"
         return f"{self.bits} bit {shared} {'symmetric' if self.symmetric else 'asymmetric'}"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qserve.kernels.ops import Function
 
-U8, U4, F8, I8 = 3, 4, 5, 6
+U8, U4, F8, I8, TRELLIS = 3, 4, 5, 6, 7
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPES = {**FLOATS, torch.uint8: U8, torch.float8_e4m3fn: F8, torch.int8: I8}
 FUNCTIONS: dict[str, int] = {function: i for i, function in enumerate(get_args(Function), 1)}  # 0 is none
@@ -100,6 +100,7 @@ def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[
 ScaleSearch = _struct("scale_search", "weight importance ranges scales zeros", "width period steps zero max_code")
 RowSampling = _struct("row_sampling", "rows point temperature top_p min_p top_k tokens", "vocab")
 Sweep = _struct("sweep", "weight aims upper scales zeros order codes", "inputs outputs width zero max_code")
+TrellisSweep = _struct("trellis_sweep", "weight aims upper scales order symbols", "inputs outputs width bits")
 Tiling = _struct("tiling", "words strides nibbles order tiles", "outputs inputs k bits dtype")
 Rounding = _struct("rounding", "weight codes scales", "inputs width dtype")
 Moment = _struct("moment", "left right out", "height width count dtype upper", "keep gain")

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.packed_codes import PackedCodes
+from qserve.checkpoint.packed_codes import Packed
 
 LANES = 16
 
 
-Tile = Callable[[Tensor | PackedCodes, Tensor | None, Tensor], None]
+Tile = Callable[[Tensor | Packed, Tensor | None, Tensor], None]
 """``tile_codes_reference``, or ``tile_codes`` of the C kernels."""
 
 
-def tile_codes_reference(stored: Tensor | PackedCodes, order: Tensor | None, out: Tensor) -> None:
+def tile_codes_reference(stored: Tensor | Packed, order: Tensor | None, out: Tensor) -> None:
     """Fill ``out`` with the tiles of codes [out, in]: uint8 [tiles, k / 8, 16, 4] of nibbles where it is so small,
     [tiles, k / 4, 16, 4] of bytes otherwise. order int64 [k] names the column of each input, -1 for a code of 0; None
     for all ``in``."""
-    codes = stored.unpack() if isinstance(stored, PackedCodes) else stored
+    codes = stored if isinstance(stored, Tensor) else stored.unpack()
     if order is not None:
         codes = torch.where(order < 0, 0, codes[:, order.clamp_min(0)])
     outputs, k = codes.shape

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qserve.checkpoint.errors import CapacityError
-from qserve.checkpoint.grid import AFFINE, BNB_FP4, E2M1, E4M3, INTEGERS, NF4
-from qserve.checkpoint.packed_codes import PackedCodes
+from qserve.checkpoint.grid import AFFINE, BNB_FP4, E2M1, E4M3, INTEGERS, NF4, TRELLIS
+from qserve.checkpoint.packed_codes import Packed, PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import abi
@@ -68,7 +68,7 @@ from qserve.kernels.tiled import (
 Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
 ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
 
-_GRIDS = (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE)
+_GRIDS = (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE, TRELLIS)
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds
 _MAX_WIDE_GROUP = 248  # the same with numbers of two bytes
 _TILED = (TiledEmbed, TiledLinear, TiledExperts, TiledLora, TiledHeadLinear)
@@ -114,7 +114,7 @@ def _declare(loaded: C.CDLL) -> None:
     loaded.qs_peak_products.argtypes = [C.c_int64, C.c_int32]
     loaded.qs_peak_read.restype = C.c_int64
     loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
-    rounding = (loaded.qs_search_scales, loaded.qs_sweep_chunks, loaded.qs_draw_rows)
+    rounding = (loaded.qs_search_scales, loaded.qs_sweep_chunks, loaded.qs_trellis_panels, loaded.qs_draw_rows)
     products = (loaded.qs_pack_panels, loaded.qs_add_moment, loaded.qs_attend_causal, loaded.qs_multiply)
     at_load = (loaded.qs_tile_codes, loaded.qs_round_rows)
     for shared in (*rounding, *products, *at_load):
@@ -202,11 +202,12 @@ def run_pieces(
         raise RuntimeError(f"this machine cannot run the {ISAS[level]} kernels")
 
 
-def tile_codes(stored: Tensor | PackedCodes, order: Tensor | None, out: Tensor, *, threads: int | None = None) -> None:
+def tile_codes(stored: Tensor | Packed, order: Tensor | None, out: Tensor, *, threads: int | None = None) -> None:
     """``tile_codes_reference`` in C, from wherever the codes lie."""
     bits = stored.bits if isinstance(stored, PackedCodes) else 8
-    if isinstance(stored, Tensor):  # bytes are words of four codes, where rows begin words
-        stored = F.pad(stored, (0, -stored.shape[1] % 4)).contiguous()
+    if not isinstance(stored, PackedCodes):  # bytes are words of four codes, where rows begin words
+        codes = stored if isinstance(stored, Tensor) else stored.unpack()
+        stored = F.pad(codes, (0, -codes.shape[1] % 4)).contiguous()
         stored = PackedCodes((stored.view(torch.int32),), 8, stored.shape[1])
     outputs, inputs = stored.shape
     k = inputs if order is None else len(order)

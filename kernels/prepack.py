@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.grid import E4M3
+from qserve.checkpoint.grid import E4M3, TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.trellis import PackedTrellis
 from qserve.kernels.code_tiles import LANES, Tile, tile_codes_reference
 
 _ONE_BYTE = 31  # the largest number of a codebook of one byte
@@ -39,6 +40,7 @@ class IntTiles:
     NVFP4 and MXFP4 are held so.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
     activation scale. ``codebook``, uint8 [bytes, 16] with low bytes first: the numbers for which codes stand, or None.
+    ``before``, int32 [tiles], of a trellis of ``bits``: which tile precedes each; None for codes of 4 or 8 bits.
     """
 
     weight: Tensor
@@ -53,6 +55,7 @@ class IntTiles:
     zero: int
     codebook: Tensor | None = None
     row_scales: Tensor | None = None
+    before: Tensor | None = None
 
 
 def _tiles_of_rows(values: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ def tile_bytes(
     upper bound."""
     if is_expanded(scheme, activations):
         return 4 * out * inp
-    codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
+    codes = out * inp * (scheme.bits if scheme.grid is TRELLIS else 4 if scheme.bits <= 4 else 8) // 8
     groups = out * scheme.groups(inp)
     if narrow_scales and scheme.grid.scale_bits == 8:
         return codes + groups + 4 * out
@@ -135,14 +138,15 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
     their own, see ``_spans``.
     """
     width = packed.scheme.group_width(packed.in_features)
-    group, act_group, act_span = _spans(width, packed.scheme.bits, packed.activations)
+    held = packed.scheme.max_code.bit_length()
+    group, act_group, act_span = _spans(width, held, packed.activations)
     order: Tensor | None = None
     groups = packed.scheme.groups(packed.in_features)
     needs_order = packed.g_idx is not None or group * groups != packed.in_features
     if needs_order:
         order = _slots(packed.group_of_input(), groups, group)
     k = packed.in_features if order is None else len(order)
-    bits = 4 if packed.scheme.bits <= 4 else 8
+    bits, before = 4 if held <= 4 else 8, None
     grid, book, zero = packed.scheme.grid, None, packed.scheme.zero
     if grid.codebook is not None:
         levels = (torch.tensor(grid.codebook) / grid.unit).round().int()
@@ -163,8 +167,13 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
     zeros = None
     if packed.zeros is not None:  # beside `zero`, so that they are small
         zeros = _tile_rows(packed.zeros if grid.real_zeros else packed.zeros.float() - zero, dtype, take)
-    weight = take((-(-packed.out_features // LANES), k * bits // 32, LANES, 4), torch.uint8)
-    tile(packed.stored, order, weight)
+    if isinstance(packed.stored, PackedTrellis) and order is None:
+        tiles, before = packed.stored.linked()
+        bits, weight = packed.scheme.bits, take((len(tiles), *packed.stored.streams.shape[1:]), torch.uint8)
+        torch.index_select(packed.stored.streams, 0, tiles, out=weight)
+    else:
+        weight = take((-(-packed.out_features // LANES), k * bits // 32, LANES, 4), torch.uint8)
+        tile(packed.stored, order, weight)
     return IntTiles(
         weight=weight,
         scales=scales,
@@ -178,6 +187,7 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
         zero=zero,
         codebook=book,
         row_scales=row_scales,
+        before=None if before is None else kept(take, before),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.trellis import RING
 from qserve.kernels import abi
 from qserve.kernels.native import Isa, address, library, run_pieces
 from qserve.kernels.threads import default_threads
@@ -77,3 +78,30 @@ def sweep(
     )  # fmt: skip
     run_pieces(library().qs_sweep_chunks, op, -(-outputs // _SWEEP_OUTPUTS), threads, isa)
     return codes
+
+
+def trellis_sweep(
+    weight: Tensor,
+    upper: Tensor | None,
+    order: Tensor,
+    scales: Tensor,
+    bits: int,
+    *,
+    aims: Tensor | None = None,
+    threads: int | None = None,
+    isa: Isa | None = None,
+) -> Tensor:
+    """``sweep`` for trellis codes: their symbols uint8 [rings, in, 64]. Without ``upper`` no input makes up for
+    another. The computation is that of ``qs_trellis_sweep`` in ``csrc/qserve.h``."""
+    outputs, inputs = weight.shape
+    if len(order) != inputs or inputs % scales.shape[1] or len(scales) != outputs:
+        raise ValueError(f"no sweep of {list(weight.shape)} with {list(scales.shape)}")
+    rings = -(-outputs // RING)
+    symbols, places = torch.empty(rings, inputs, RING, dtype=torch.uint8), order.to(torch.int32)
+    op = abi.TrellisSweep(
+        weight=address(weight), aims=address(aims), upper=address(upper), scales=address(scales),
+        order=address(places), symbols=address(symbols), inputs=inputs, outputs=outputs,
+        width=inputs // scales.shape[1], bits=bits,
+    )  # fmt: skip
+    run_pieces(library().qs_trellis_panels, op, rings, threads, isa)
+    return symbols

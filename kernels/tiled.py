@@ -22,7 +22,7 @@ from qserve.kernels.prepack import Take, anywhere, float8_tiles, float_tiles, in
 from qserve.kernels.ranks import Ranks
 
 _OF_ONE = {"input_scale", "permutation"}  # not the same for all experts
-_OF_ALL = {"codebook"}
+_OF_ALL = {"codebook", "before"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class TiledLinear:
     norm: Tensor | None = None
     norm_bias: Tensor | None = None
     permutation: Tensor | None = None
+    before: Tensor | None = None
     codebook: Tensor | None = None
     scale_dtype: int = 0
     group: int = 0
@@ -51,6 +52,7 @@ class TiledLinear:
     act_group: int = 0
     zero: int = 0
     codebook_bytes: int = 0
+    bits: int = 0
     accumulate: bool = False
     centred: bool = False
     function: int = 0
@@ -167,12 +169,14 @@ def _tiles(weight: Tensor | QuantizedWeight, take: Take, tile: Tile) -> dict[str
             "row_scales": tiles.row_scales,
             "weight": tiles.weight,
             "permutation": tiles.permutation,
+            "before": tiles.before,
+            "bits": tiles.bits,
             "codebook": tiles.codebook,
             "codebook_bytes": 0 if tiles.codebook is None else len(tiles.codebook),
             "scale_dtype": abi.DTYPES[tiles.scales.dtype],
             "k": tiles.k,
             "x_stride": tiles.k,
-            "dtype": abi.U4 if tiles.bits == 4 else abi.U8,
+            "dtype": abi.TRELLIS if tiles.before is not None else abi.U4 if tiles.bits == 4 else abi.U8,
             "group": tiles.group,
             "act_dtype": abi.I8,
             "act_span": tiles.act_span,

@@ -110,8 +110,8 @@ class BlockQuantizer:
         self, weights: Mapping[str, Tensor], members: list[str], stats: LayerStats | None, scheme: WeightScheme
     ) -> Iterable[tuple[str, LayerResult]]:
         """The linears share one Hessian, and rows do not affect each other, so they are rounded as one weight. Only
-        where several outputs share a scale are they rounded alone: a scale may not reach into the next linear."""
-        if scheme.rows != 1:
+        where outputs share a scale or bits are they rounded alone: those may not reach into the next linear."""
+        if scheme.joins_outputs:
             yield from ((name, self._round([name], weights[name], stats, scheme)) for name in members)
             return
         together = [weights[name] for name in members]

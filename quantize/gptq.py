@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.grid import AFFINE, E4M3, INTEGERS
+from qserve.checkpoint.grid import AFFINE, E4M3, INTEGERS, TRELLIS
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
-from qserve.quantize import fp8, rtn
+from qserve.quantize import fp8, rtn, trellis
 from qserve.quantize.descent import descend
 from qserve.quantize.fitted import SHRINKAGE, SHRINKAGE_BY_CHANCE
 from qserve.quantize.layer import LayerResult, output_error, quantized_weight
@@ -91,10 +92,25 @@ def quantize_with(
     if factor is None:
         return _to_nearest(weight, stats, scheme, inverse.reason)
     weight = following(inverse, weight, stats)
+    if scheme.grid is TRELLIS:
+        return _trellis(inverse, factor, weight, stats, scheme)
     found = rounded(inverse, factor.upper, weight, stats.diagonal, scheme)
     if descends and scheme.grid is not E4M3:
         found = improved(inverse, weight, found, stats, scheme)
     return finished(weight, found, factor, stats, scheme)
+
+
+def _trellis(
+    inverse: Inverse, factor: Factor, weight: Tensor, stats: LayerStats, scheme: WeightScheme
+) -> LayerResult:
+    """A code cannot descend by itself, for it shares bits with others. Scales can."""
+    assert stats.hessian is not None
+    scales = trellis.group_scales(weight, stats.diagonal, scheme)
+    packed = trellis.sweep(weight, factor.upper, inverse.order, scales, scheme)
+    _, scales = descend(
+        weight, packed.unpack(), scales, None, scheme, stats.hessian, descent_diagonal(stats), inverse.order, count=0
+    )
+    return _measured(weight, QuantizedWeight(scheme, packed, scales), factor, stats)
 
 
 Rounded = tuple[Tensor, Tensor, Tensor | None]
@@ -127,7 +143,10 @@ def finished(
     weight: Tensor, found: Rounded, factor: Factor, stats: LayerStats, scheme: WeightScheme
 ) -> LayerResult:
     """The result for ``weight``, which already makes up for earlier losses."""
-    packed = quantized_weight(*found, scheme)
+    return _measured(weight, quantized_weight(*found, scheme), factor, stats)
+
+
+def _measured(weight: Tensor, packed: QuantizedWeight, factor: Factor, stats: LayerStats) -> LayerResult:
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     return LayerResult(packed, error, energy, factor.damping, int((stats.diagonal == 0).sum()), factor.note)
 

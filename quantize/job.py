@@ -12,15 +12,16 @@ from qserve.checkpoint.spec import ActivationScheme, KVScheme, WeightScheme
 from qserve.quantize.gguf_recipes import RECIPES, Recipe
 from qserve.quantize.methods import METHODS, Method, usual_method
 
-SCHEMES = ("weights", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block", *RECIPES)
+SCHEMES = ("weights", "trellis", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block", *RECIPES)
 
 
 @dataclass(frozen=True)
 class QuantizeJob:
     """The numbers that a checkpoint holds (the first options), how they are found, and from what data.
 
-    scheme           weights: integers of ``bits`` in groups; w8a8: int8 weights per channel, int8 inputs per token;
-                     fp8: e4m3 weights per channel, inputs per token; fp8-tensor: one scale for each, inputs dynamic;
+    scheme           weights: integers of ``bits`` in groups; trellis: codes of 2 to 4 bits that outputs choose
+                     together, which qserve alone reads; w8a8: int8 weights per channel, int8 inputs per token; fp8:
+                     e4m3 weights per channel, inputs per token; fp8-tensor: one scale for each, inputs dynamic;
                      fp8-static: the same with calibrated input scales; fp8-block: weights in blocks of 128 x 128,
                      inputs in groups of 128; Q4_K_M and the other ``RECIPES``: llama.cpp's types of these names, in
                      the format gguf, which also choose what embedding and head have
@@ -121,6 +122,8 @@ class QuantizeJob:
                     raise UsageError(f"{what} needs calibration text; give --calibration builtin or a file")
         if method.inputs != "any" and method.inputs != ("float" if self.activations is None else "rounded"):
             raise UsageError(method.instead)
+        if self.scheme == "trellis" and method.name not in ("gptq", "rtn"):
+            raise UsageError(f"--scheme trellis is for --method gptq or rtn, not {method.name}")
         if self.symmetric and not method.symmetric:
             raise UsageError(f"{method.name} finds zero points: use --asym with it")
         if self.effort == "best" and self.scheme != "weights":
@@ -165,6 +168,8 @@ class QuantizeJob:
         match self.scheme:
             case "weights":
                 return WeightScheme(self.bits, self.group_size, self.symmetric)
+            case "trellis":
+                return WeightScheme(self.bits, self.group_size, self.symmetric, "trellis")
             case "w8a8":
                 return WeightScheme(8, -1)
             case "fp8":
@@ -178,7 +183,7 @@ class QuantizeJob:
         if self.recipe is not None:
             return None
         match self.scheme:
-            case "weights":
+            case "weights" | "trellis":
                 return None
             case "w8a8":
                 return ActivationScheme("int8")

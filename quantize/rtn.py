@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.grid import AFFINE, E4M3, INTEGERS
+from qserve.checkpoint.grid import AFFINE, E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize import fp8, superblocks
+from qserve.quantize import fp8, superblocks, trellis
 from qserve.quantize import scales as scale_search
 from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 
@@ -34,6 +34,8 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
     that share a scale among outputs."""
     if scheme.grid is E4M3:
         return fp8.nearest(weight, importance, scheme)
+    if scheme.grid is TRELLIS:
+        return trellis.nearest(weight, importance, scheme)
     if scheme.grid not in (INTEGERS, AFFINE) or scheme.rows != 1:
         raise ValueError(f"rounding needs e4m3 numbers, or integers with scales for each output, not {scheme}")
     out, inp = weight.shape

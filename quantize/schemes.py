@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize.job import QuantizeJob
 
@@ -126,6 +126,8 @@ def word_values(scheme: WeightScheme) -> int:
     """The number of values that fill whole 32-bit words: both sizes of a weight must be multiples of it."""
     if scheme.grid is E4M3:
         return 1
+    if scheme.grid is TRELLIS:
+        return 16  # whole tiles
     if scheme.grid is not INTEGERS:
         raise UsageError(f"no method rounds weights to {scheme}")
     return {2: 16, 3: 32, 4: 8, 5: 1, 6: 1, 8: 4}[scheme.bits]

@@ -6,6 +6,8 @@ W is [out, in], b the bits, s = 2 ** (b - 1); every part is stored row by row
     weight_packed      int32 [out, ceil(in * b / 32)]   codes along the input, unsigned  (pack-quantized)
     weight_shape       int64 [2]                        out, in                          (pack-quantized)
     weight_packed      uint8 [out, in / 2]              e2m1, the first in the low bits (mxfp4-, nvfp4-pack-quantized)
+    weight_packed      uint8 [tiles, in, 2 * b]         streams of symbols, see ``trellis``           (trellis)
+    weight_shape       int64 [2]                        out, in                                      (trellis)
     weight             int8 [out, in]                   code - s                         (int-quantized)
     weight             e4m3 [out, in]                   the numbers     (float-quantized, naive-quantized)
     weight_scale       [out, groups], [out, 1], [1], or one per block of outputs and inputs; uint8 is e8m0 (mxfp4)
@@ -41,10 +43,11 @@ from qserve.checkpoint.formats.format import (
     spread,
 )
 from qserve.checkpoint.formats.mxfp4 import read_e2m1, read_e8m0, write_e2m1, write_e8m0
-from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
-from qserve.checkpoint.packed_codes import PackedCodes
+from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
+from qserve.checkpoint.packed_codes import Packed, PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight, in_order
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.trellis import LANES, RING, PackedTrellis
 from qserve.checkpoint.words import pack_words, unpack_words, words_for
 
 
@@ -82,8 +85,7 @@ class CompressedTensors:
         return configuration.spec_of(config, modules)
 
     def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        scheme, codes = weight.scheme, weight.codes
-        out, inp = codes.shape
+        scheme, (out, inp) = weight.scheme, weight.stored.shape
         if reason := configuration.unsayable(scheme, weight.activations):
             raise CheckpointError(reason)
         if weight.g_idx is not None:
@@ -94,18 +96,23 @@ class CompressedTensors:
         scales = weight.block_scales()
         parts: dict[str, Tensor] = {}
         if layout == "pack-quantized":
-            parts["weight_packed"] = pack_words(codes, scheme.bits)
+            parts["weight_packed"] = pack_words(weight.codes, scheme.bits)
             parts["weight_shape"] = torch.tensor([out, inp], dtype=torch.int64)
             if weight.zeros is not None:
                 parts["weight_zero_point"] = pack_words(weight.zeros.t(), scheme.bits).t().contiguous()
         elif layout == "int-quantized":
-            parts["weight"] = _signed(codes, scheme)
+            parts["weight"] = _signed(weight.codes, scheme)
             if weight.zeros is not None:
                 parts["weight_zero_point"] = _signed(weight.zeros, scheme)
         elif layout == "mxfp4-pack-quantized":
-            parts["weight_packed"] = write_e2m1(codes)
+            parts["weight_packed"] = write_e2m1(weight.codes)
+        elif layout == "trellis":
+            if not isinstance(weight.stored, PackedTrellis) or weight.stored.tiles is not None:
+                raise CheckpointError("the streams of these trellis codes are not known")
+            parts["weight_packed"] = weight.stored.streams
+            parts["weight_shape"] = torch.tensor([out, inp], dtype=torch.int64)
         else:
-            parts["weight"] = codes.view(torch.float8_e4m3fn)
+            parts["weight"] = weight.codes.view(torch.float8_e4m3fn)
         scales = scales.reshape(-1) if scheme.rows == -1 else scales
         parts["weight_scale"] = write_e8m0(scales) if scheme.grid is E2M1 else narrowest(scales)
         if weight.input_scale is not None:
@@ -118,8 +125,10 @@ class CompressedTensors:
         self, parts: Mapping[str, Tensor], scheme: WeightScheme, activations: ActivationScheme | None = None
     ) -> QuantizedWeight:
         """The parts that exist decide the layout, not its name in the configuration."""
-        codes: Tensor | PackedCodes
-        if scheme.grid is E2M1:
+        codes: Tensor | Packed
+        if scheme.grid is TRELLIS:
+            codes, zeros = _streams(parts, scheme), None
+        elif scheme.grid is E2M1:
             codes, zeros = read_e2m1(require(parts, "weight_packed", torch.uint8, 2)), None
         elif "weight_packed" in parts:
             codes, zeros = _packed(parts, scheme)
@@ -145,6 +154,8 @@ class CompressedTensors:
         if "weight_packed" not in shapes:
             out, inp = shapes["weight"]
             return out, inp
+        if scheme.grid is TRELLIS:
+            return _size(read("weight_shape"))
         if "weight_shape" in shapes:
             return _stored_shape(read("weight_shape"), shapes["weight_packed"])
         out, words = shapes["weight_packed"]
@@ -182,6 +193,14 @@ def _packed(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[PackedCo
     return codes, unpack_words(stored.t(), scheme.bits, out).t().contiguous()
 
 
+def _streams(parts: Mapping[str, Tensor], scheme: WeightScheme) -> PackedTrellis:
+    streams = require(parts, "weight_packed", torch.uint8, 3)
+    out, inp = _size(require(parts, "weight_shape"))
+    if list(streams.shape) != (expected := [-(-out // RING) * RING // LANES, inp, 2 * scheme.bits]):
+        raise CheckpointError(f"weight_packed is {list(streams.shape)}, expected {expected} for {[out, inp]}")
+    return PackedTrellis(streams, scheme.bits, out)
+
+
 def _read(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
     """(codes, zeros) of a weight stored one value a byte."""
     if reason := configuration.unsayable(scheme, None):
@@ -195,9 +214,16 @@ def _read(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[Tensor, Te
 
 
 def _stored_shape(stored: Tensor, packed: tuple[int, ...]) -> tuple[int, int]:
+    out, inp = _size(stored)
+    if out != packed[0]:
+        raise CheckpointError(f"weight_shape says {[out, inp]}, but weight_packed is {list(packed)}")
+    return out, inp
+
+
+def _size(stored: Tensor) -> tuple[int, int]:
     shape = [int(size) for size in stored.reshape(-1)]
-    if len(shape) != 2 or min(shape) < 1 or shape[0] != packed[0]:
-        raise CheckpointError(f"weight_shape says {shape}, but weight_packed is {list(packed)}")
+    if len(shape) != 2 or min(shape) < 1:
+        raise CheckpointError(f"weight_shape says {shape}, expected two sizes")
     return shape[0], shape[1]
 
 

@@ -20,16 +20,19 @@ from qserve.checkpoint.formats.format import (
     pattern_from,
     scheme_from,
 )
-from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
+from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 _WHAT = "compressed-tensors"
 Granularity = Literal["token", "group", "tensor"]
-Layout = Literal["pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized"]
+Layout = Literal[
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "trellis"
+]
+"""``trellis`` is qserve's own."""
 _FP4_GROUPS = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
 """The size of their groups. NVFP4 is read, and not written."""
 _LAYOUTS = tuple(dict.fromkeys((*get_args(Layout), *_FP4_GROUPS)))
-_TYPES = {INTEGERS: "int", E4M3: "float", E2M1: "float"}
+_TYPES = {INTEGERS: "int", E4M3: "float", E2M1: "float", TRELLIS: "trellis"}
 _MIXED = "mixed-precision"
 _PLAIN_ORDER = (None, False, "weight", "static")
 
@@ -40,6 +43,8 @@ def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout
         raise UsageError(reason)
     if scheme.grid is E2M1:
         return "mxfp4-pack-quantized"
+    if scheme.grid is TRELLIS:
+        return "trellis"
     if scheme.grid is E4M3:
         return "naive-quantized" if activations is None else "float-quantized"
     return "pack-quantized" if activations is None or scheme.bits != 8 else "int-quantized"
@@ -53,8 +58,11 @@ def unsayable(scheme: WeightScheme, activations: ActivationScheme | None) -> str
         return f"compressed-tensors cannot say {scheme}"
     if scheme.rows != 1 and not scheme.symmetric:
         return f"compressed-tensors stores zero points per group or channel, not for {scheme}"
-    if activations is not None and scheme.grid is E2M1:
-        return "compressed-tensors is written with MXFP4 weights only where inputs are not rounded"
+    if activations is not None and scheme.grid in (E2M1, TRELLIS):
+        kind = "MXFP4" if scheme.grid is E2M1 else "trellis"
+        return f"compressed-tensors is written with {kind} weights only where inputs are not rounded"
+    if scheme.grid is TRELLIS and scheme.rows != 1:
+        return f"compressed-tensors cannot say {scheme}"
     if activations is not None and activations.grid is E4M3 and scheme.grid is INTEGERS and scheme.bits == 8:
         return "compressed-tensors has no layout for int8 weights with fp8 inputs"
     if activations is not None and activations.grid is INTEGERS and scheme.grid is E4M3:
@@ -204,7 +212,8 @@ def _groups(config: Mapping[str, Any]) -> list[_Group]:
             raise CheckpointError(f"{_WHAT} configuration: actorder {order!r} is not supported")
         weights = _weights(entry["weights"])
         size = _FP4_GROUPS.get(str(stored))
-        if (weights.grid is E2M1) != (size is not None) or size not in (None, weights.group_size):
+        other = (weights.grid is E2M1) != (size is not None) or (weights.grid is TRELLIS) != (stored == "trellis")
+        if other or size not in (None, weights.group_size):
             raise CheckpointError(f"{_WHAT} format {stored!r} does not hold {weights}")
         targets = names_from(_WHAT, f"targets of {name}", entry.get("targets"))
         groups.append(_Group(tuple(_target(text) for text in targets), weights,
@@ -228,10 +237,10 @@ def _weights(args: Mapping[str, Any]) -> WeightScheme:
         rows, size = (1 if strategy == "channel" else -1), -1
     elif strategy != "group" and not (strategy == "tensor_group" and bits == 4 and kind == "float"):
         raise CheckpointError(f"{_WHAT} configuration: weight strategy {strategy!r} is not supported")
-    if kind not in ("int", "float", None) or (kind == "float" and bits not in (4, 8)):
+    if kind not in ("int", "float", "trellis", None) or (kind == "float" and bits not in (4, 8)):
         raise CheckpointError(f"{_WHAT} configuration: weights of type {kind!r} with {bits} bits are not supported")
     scheme = scheme_from(_WHAT, bits=bits, group_size=size, symmetric=args.get("symmetric", True), rows=rows,
-                         dtype="int" if kind != "float" else "fp4" if bits == 4 else "fp8")
+                         dtype=kind or "int" if kind != "float" else "fp4" if bits == 4 else "fp8")
     if not scheme.symmetric and rows != 1:
         raise CheckpointError(f"{_WHAT} configuration: zero points for {scheme} are not supported")
     return scheme

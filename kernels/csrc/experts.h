@@ -72,7 +72,8 @@ static qs_linear of_expert(const qs_linear *op, const float *input_scales, int64
     static const int32_t quarters[] = {[QS_F32] = 16, [QS_F16] = 8, [QS_BF16] = 8, [QS_U8] = 4, [QS_U4] = 2, [QS_F8] = 4};
     int64_t tiles = (op->n + QS_LANES - 1) / QS_LANES, groups = op->group ? (op->k + op->group - 1) / op->group : 0;
     qs_linear one = *op;
-    one.weight = (const uint8_t *)op->weight + e * tiles * op->k * QS_LANES / 4 * quarters[op->dtype];
+    int32_t width = op->dtype == QS_TRELLIS ? op->bits : 2 * quarters[op->dtype]; /* eighths of a byte */
+    one.weight = (const uint8_t *)op->weight + e * tiles * op->k * QS_LANES / 8 * width;
     if (op->scales)
         one.scales = (const uint8_t *)op->scales + e * tiles * groups * QS_LANES * qs_scale_bytes(op);
     if (op->zeros)
@@ -136,7 +137,7 @@ static void run_products(const struct job *job, qs_pool *pool, struct phase *pha
         qs_linear one = of_expert(op, input_scales, run.expert);
         if (is_integer(op)) {
             qs_acts acts = acts_at(sorted->input, op, choices);
-            job->kernels->linear_int(&one, &acts, run.first, run.end, tile, some, unpacked);
+            multiply_integers(job, &one, &acts, run.first, run.end, tile, some, unpacked);
         } else
             job->kernels->linear_float(&one, floats, run.first, run.end, tile, some, (float *)unpacked);
     }

@@ -112,6 +112,10 @@ typedef struct {
                   int32_t head);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
     void (*sweep)(const qs_sweep *op, int64_t chunk, float *errors);
+    int64_t (*trellis_bytes)(const qs_trellis_sweep *op); /* of its memory */
+    void (*trellis_sweep)(const qs_trellis_sweep *op, int64_t panel, void *memory);
+    /* A tile of trellis codes, behind the tile `before`, as one of u8. */
+    void (*decode)(const uint8_t *own, const uint8_t *before, int32_t inputs, int32_t bits, uint8_t *out);
     int32_t (*draw)(const qs_row_sampling *op, int64_t row); /* -2 without memory */
 } qs_kernels;
 

@@ -93,3 +93,17 @@ int32_t qs_sweep_chunks(const qs_sweep *op, int64_t first, int64_t chunks, int32
     free(errors);
     return 0;
 }
+
+int32_t qs_trellis_panels(const qs_trellis_sweep *op, int64_t first, int64_t panels, int32_t isa)
+{
+    const qs_kernels *kernels = qs_kernels_of(isa);
+    if (!kernels)
+        return -1;
+    void *memory = malloc((size_t)kernels->trellis_bytes(op));
+    if (!memory)
+        return -2;
+    for (int64_t panel = first; panel < first + panels; panel++)
+        kernels->trellis_sweep(op, panel, memory);
+    free(memory);
+    return 0;
+}

@@ -197,6 +197,9 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .finish_latent = finish_latent, \
         .search_scale = QS_NAME(search_scale), \
         .sweep = QS_NAME(sweep), \
+        .trellis_bytes = QS_NAME(trellis_bytes), \
+        .trellis_sweep = QS_NAME(trellis_sweep), \
+        .decode = QS_NAME(decode), \
         .route = QS_NAME(route), \
         .combine = QS_NAME(combine), \
         .sigmoid_mul = QS_NAME(sigmoid_mul), \

@@ -48,6 +48,9 @@ const qs_kernels qs_kernels_avx512 = {
     .convolve = convolve,
     .delta = delta,
     .sweep = QS_NAME(sweep),
+    .trellis_bytes = QS_NAME(trellis_bytes),
+    .trellis_sweep = QS_NAME(trellis_sweep),
+    .decode = QS_NAME(decode),
     .draw = QS_NAME(draw),
 };
 #ifdef __clang__

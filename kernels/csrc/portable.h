@@ -595,6 +595,7 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, i
 }
 
 #include "rounding.h"
+#include "trellis.h"
 #include "routing.h"
 #include "row_sampling.h"
 #include "delta.h"

@@ -135,7 +135,7 @@ static int64_t align64(int64_t bytes)
 
 static int is_integer(const qs_linear *op)
 {
-    return op->dtype == QS_U8 || op->dtype == QS_U4;
+    return op->dtype == QS_U8 || op->dtype == QS_U4 || op->dtype == QS_TRELLIS;
 }
 
 /* Whether the product reads a prepared input instead of x. */
@@ -195,6 +195,23 @@ static int32_t row_pieces(int32_t rows)
     return (rows + ROW_PIECE - 1) / ROW_PIECE;
 }
 
+/* Tiles of an integer product. Those of a trellis are decoded first. */
+static void multiply_integers(const struct job *job, const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end,
+                              int32_t tile, int32_t tiles, uint8_t *unpacked)
+{
+    qs_linear decoded = *op;
+    const int64_t bytes = 2 * (int64_t)op->k * op->bits, size = (int64_t)op->k * QS_LANES;
+    if (op->dtype == QS_TRELLIS) {
+        const uint8_t *weight = op->weight;
+        for (int32_t t = 0; t < tiles; t++)
+            job->kernels->decode(weight + (tile + t) * bytes, weight + op->before[tile + t] * bytes, op->k, op->bits,
+                                 unpacked + t * size);
+        decoded.dtype = QS_U8;
+        decoded.weight = unpacked - tile * size;
+    }
+    job->kernels->linear_int(&decoded, acts, row, end, tile, tiles, unpacked);
+}
+
 #include "lora.h"
 
 /* The rows row .. end - 1 of `rows` as the product and its adapters read them. */
@@ -242,7 +259,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
         int32_t row = piece / columns * part, end = rows - row < part ? rows : row + part;
         if (is_integer(op)) {
             qs_acts acts = acts_at(memory, op, rows);
-            job->kernels->linear_int(op, &acts, row, end, tile, some, unpacked);
+            multiply_integers(job, op, &acts, row, end, tile, some, unpacked);
         } else
             job->kernels->linear_float(op, is_prepared(op) ? (const float *)memory : op->x, row, end, tile,
                                        some, (float *)unpacked);
@@ -263,7 +280,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
 /* Makes room for what each thread needs for a product. */
 static void add_product(struct layout *layout, const qs_linear *op)
 {
-    int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_U4 ? 1 : op->dtype == QS_F8 ? 4 : 0);
+    int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_U4 || op->dtype == QS_TRELLIS ? 1 : op->dtype == QS_F8 ? 4 : 0);
     layout->row = larger(layout->row, input_bytes(op, 1));
     layout->normed = larger(layout->normed, op->norm ? align64((int64_t)op->x_width * 4) : 0);
     layout->unpacked = larger(layout->unpacked, align64(tiles));

@@ -20,6 +20,10 @@
 #include <stdint.h>
 
 #define QS_LANES 16 /* output rows per weight tile, and tokens per KV block */
+#define QS_RING 64 /* outputs of a ring of trellis codes */
+#define QS_STATE_BITS 12
+#define QS_TRELLIS_ZERO 32
+#define QS_TRELLIS_MOST 61
 
 enum qs_op_kind {
     QS_EMBED = 0,
@@ -49,7 +53,7 @@ enum qs_op_kind {
 };
 
 /* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
-enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6 };
+enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6, QS_TRELLIS = 7 };
 /* QS_AVX512 has VNNI, QS_NEON the dot product of Armv8.2. QS_AVXVNNI is QS_AVX2 with VNNI for its vectors. */
 enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3, QS_AVXVNNI = 4 };
 /* silu(x) = x / (1 + exp(-x)), gelu by erf or by tanh, relu(x) = max(x, 0), relu2 its square. swigluoai(x) is
@@ -102,9 +106,15 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i
  *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
  *   f8            [tile][k][16]                     none of them NaN
- * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32. Those of u8 and u4 are of
- * scale_dtype, f32, f16 or f8 (a 256th of e4m3, without sign), and count times row_scales f32 [tile][16] (NULL for 1).
- * u8 and u4: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are in f32 or f16, or
+ *   trellis       [tile][k][2 * bits]               bits 2, 3 or 4; k is a multiple of 4
+ * The 16 lanes of a trellis are symbols of so many bits, the first in the lowest ones. The symbols of the tile before[t]
+ * (i32 [tiles]) precede those of tile t. A lane's state is its symbol behind those before it, QS_STATE_BITS in all, the
+ * symbol being the highest. Its code is
+ *   (b0 + b1 + b2 + b3 + 8) >> 4, b0 and b1 being the bytes of 61169 state + 76 mod 2^16, b2 and b3 those of 34039 state
+ * which is at most QS_TRELLIS_MOST. Where tiles hold 64 outputs, 4 of them are a ring, whose last precedes its first.
+ * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32. Those of u8, u4
+ * and trellis are of scale_dtype, f32, f16 or f8 (a 256th of e4m3, without sign), and count times row_scales f32 [tile][16] (NULL for 1).
+ * u8, u4 and trellis: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are in f32 or f16, or
  * 0 where NULL. codebook (u8 [codebook_bytes][16], NULL for none; u4 only): the code stands for one of these numbers, of
  * one byte and at most 31, or of two, the low bytes first. f8: W = e4m3 * scale, and the last group may be short.
  *
@@ -115,7 +125,7 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  * 1 / scale is computed once and multiplied with. Where input_scale > 0, it is the scale, and values outside the range
  * saturate; a span below 1e-30 is rounded to zeros.
  *
- * u8 and u4 weights take i8 only, and sum integers over `act_group` inputs. act_group divides `group` and `act_span`,
+ * These weights take i8 only, and sum integers over `act_group` inputs. act_group divides `group` and `act_span`,
  * is a multiple of 8, and divides `k`, which the caller pads. |sum| is at most act_group * 255 * 128, so
  * act_group <= 65536 never overflows int32, nor does act_group <= 248 with a codebook of two bytes. Other weights do not
  * read `act_group`.
@@ -136,10 +146,10 @@ typedef struct {
     float *out;
     const void *weight, *scales, *zeros;
     const float *row_scales, *bias, *norm, *norm_bias;
-    const int32_t *permutation;
+    const int32_t *permutation, *before;
     const uint8_t *codebook;
     int32_t k, n, x_width, x_stride, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero,
-        codebook_bytes, accumulate, centred, function, gated;
+        codebook_bytes, bits, accumulate, centred, function, gated;
     float input_scale, eps, cap;
 } qs_linear;
 
@@ -428,6 +438,24 @@ typedef struct {
 /* The chunks first .. first + chunks - 1, of QS_SWEEP_OUTPUTS outputs each; callers may split them among threads. Returns
  * 0, -1 for an ISA that this machine lacks, or -2 without memory. */
 int32_t qs_sweep_chunks(const qs_sweep *op, int64_t first, int64_t chunks, int32_t isa);
+
+/* Offline: the same for trellis codes (Tseng et al., arXiv 2406.11235), for QS_RING outputs of an input at a time: their
+ * symbols are those of the path through the states with the least error, each output's weighted by its squared scale.
+ * A path is a ring. The state at its seam is that of the best path around there.
+ *
+ * weight, aims f32 [outputs, inputs], upper f32 [inputs, inputs], order [inputs] as of qs_sweep; upper NULL: no input
+ * makes up for another. scales f32 [outputs, inputs / width]; symbols [panels][inputs][QS_RING], each of `bits` (2, 3
+ * or 4) bits. Outputs that the last panel lacks count as 0. */
+typedef struct {
+    const float *weight, *aims, *upper, *scales;
+    const int32_t *order;
+    uint8_t *symbols;
+    int32_t inputs, outputs, width, bits;
+} qs_trellis_sweep;
+
+/* The panels first .. first + panels - 1; callers may split them among threads. Returns 0, -1 for an ISA that this machine
+ * lacks, or -2 without memory. */
+int32_t qs_trellis_panels(const qs_trellis_sweep *op, int64_t first, int64_t panels, int32_t isa);
 
 /* Offline: the products of calibration, with sums in f32. Inputs are multiplied as f32, or rounded to bf16 where
  * qs_multiplies_bf16; subnormal ones may count as zero. The order of every sum is fixed by the shapes and the ISA.
