@@ -40,7 +40,8 @@ class IntTiles:
     NVFP4 and MXFP4 are held so.
     ``group`` inputs share a weight scale, ``act_group`` inputs are summed as integers, and ``act_span`` inputs share an
     activation scale. ``codebook``, uint8 [bytes, 16] with low bytes first: the numbers for which codes stand, or None.
-    ``before``, int32 [tiles], of a trellis of ``bits``: which tile precedes each; None for codes of 4 or 8 bits.
+    ``before``, int32 [tiles], of a trellis: which tile precedes each; None for codes, which are of ``bits``, 4 or 8.
+    ``code_bits``: of a trellis its bits, else those of the largest code.
     """
 
     weight: Tensor
@@ -53,6 +54,7 @@ class IntTiles:
     act_group: int
     act_span: int
     zero: int
+    code_bits: int
     codebook: Tensor | None = None
     row_scales: Tensor | None = None
     before: Tensor | None = None
@@ -169,7 +171,7 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
         zeros = _tile_rows(packed.zeros if grid.real_zeros else packed.zeros.float() - zero, dtype, take)
     if isinstance(packed.stored, PackedTrellis) and order is None:
         tiles, before = packed.stored.linked()
-        bits, weight = packed.scheme.bits, take((len(tiles), *packed.stored.streams.shape[1:]), torch.uint8)
+        held, weight = packed.scheme.bits, take((len(tiles), *packed.stored.streams.shape[1:]), torch.uint8)
         torch.index_select(packed.stored.streams, 0, tiles, out=weight)
     else:
         weight = take((-(-packed.out_features // LANES), k * bits // 32, LANES, 4), torch.uint8)
@@ -185,6 +187,7 @@ def int_tiles(packed: QuantizedWeight, take: Take = anywhere, tile: Tile = tile_
         act_group=act_group,
         act_span=act_span or k,
         zero=zero,
+        code_bits=held,
         codebook=book,
         row_scales=row_scales,
         before=None if before is None else kept(take, before),

@@ -170,7 +170,7 @@ def _tiles(weight: Tensor | QuantizedWeight, take: Take, tile: Tile) -> dict[str
             "weight": tiles.weight,
             "permutation": tiles.permutation,
             "before": tiles.before,
-            "bits": tiles.bits,
+            "bits": tiles.code_bits,
             "codebook": tiles.codebook,
             "codebook_bytes": 0 if tiles.codebook is None else len(tiles.codebook),
             "scale_dtype": abi.DTYPES[tiles.scales.dtype],

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.grid import TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.trellis import LANES, PackedTrellis
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.report import Metric, Plot, Report, Section
 from qserve.kernels import native, peaks
@@ -49,10 +51,13 @@ class Kernel:
     def weight(self, out: int, inp: int) -> Tensor | QuantizedWeight:
         if self.scheme is None:
             return torch.ones(out, inp, dtype=torch.float16)
+        scales = torch.full((out, self.scheme.groups(inp)), 2.0**-7)
+        if self.scheme.grid is TRELLIS:
+            streams = torch.randint(0, 256, (out // LANES, inp, 2 * self.scheme.bits), dtype=torch.uint8)
+            return QuantizedWeight(self.scheme, PackedTrellis(streams, self.scheme.bits, out), scales)
         codes = torch.randint(0, 1 << self.scheme.bits, (out, inp), dtype=torch.uint8)
         if self.scheme.grid.nan is not None:
             codes = codes & 0x77  # no NaN
-        scales = torch.full((out, self.scheme.groups(inp)), 2.0**-7)
         zeros = None if self.scheme.symmetric else torch.full_like(scales, 7.5)
         return QuantizedWeight(self.scheme, codes, scales, zeros, activations=self.activations)
 
@@ -64,6 +69,9 @@ KERNELS = (
     Kernel("NVFP4", WeightScheme(4, 16, dtype="fp4")),
     Kernel("NF4", WeightScheme(4, 64, dtype="nf4")),
     Kernel("HQQ 4 bit", WeightScheme(4, 64, symmetric=False, dtype="hqq")),
+    Kernel("trellis 4 bit", WeightScheme(4, 64, dtype="trellis")),
+    Kernel("trellis 3 bit", WeightScheme(3, 64, dtype="trellis")),
+    Kernel("trellis 2 bit", WeightScheme(2, 64, dtype="trellis")),
     Kernel("W8 g64", WeightScheme(8, 64)),
     Kernel("W8A8", WeightScheme(8, -1), ActivationScheme("int8")),
     Kernel("fp8 W8A8", WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8")),

@@ -1,5 +1,5 @@
-/* The product of nibbles with AVX2 for many rows, behind linear_int.h: the codes of a tile are unpacked once, and blocks
- * of at most six rows read them. */
+/* The product of nibbles and of small bytes with AVX2 for many rows, behind linear_int.h: the nibbles of a tile are
+ * unpacked once, and blocks of at most six rows read bytes. */
 
 #define MANY 12           /* rows from which on unpacking pays */
 #define BLOCK_ROWS 6      /* 12 sums, two vectors of codes and two of products: 16 registers */
@@ -94,7 +94,7 @@ INLINE void add_dots(const int_walk *at, int32_t width, int32_t most, __m256i do
 INLINE void add_chunk(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int32_t first,
                       int32_t inputs, const uint8_t *unpacked, float *sums, int64_t apart, const int rows)
 {
-    const int32_t most = op->codebook ? BOOK_SPAN : SPAN, end = (first + inputs) / op->act_group;
+    const int32_t most = op->dtype == QS_U8 ? SMALL_SPAN : op->codebook ? BOOK_SPAN : SPAN, end = (first + inputs) / op->act_group;
     int_walk at = walk(op, acts, row, tile, first, unpacked, 0);
     for (int32_t g = first / op->act_group + 1; g <= end; g++) {
         __m256i dots[2 * BLOCK_ROWS];
@@ -111,12 +111,12 @@ INLINE void add_chunk(const qs_linear *op, const qs_acts *acts, int32_t row, int
     }
 }
 
-/* The same of `tiles` tiles. Behind the last chunk the sums are stored. */
+/* The same of `tiles` tiles, whose bytes lie `stride` apart. Behind the last chunk the sums are stored. */
 INLINE void add_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int32_t tiles, int32_t first,
-                      int32_t inputs, const uint8_t *unpacked, float *sums, const int rows)
+                      int32_t inputs, const uint8_t *unpacked, int64_t stride, float *sums, const int rows)
 {
     const int32_t apart = tiles * QS_LANES;
-    for (int32_t t = 0; t < tiles; t++, unpacked += inputs * QS_LANES)
+    for (int32_t t = 0; t < tiles; t++, unpacked += stride)
         add_chunk(op, acts, row, tile + t, first, inputs, unpacked, sums + t * QS_LANES, apart, rows);
     if (first + inputs < op->k)
         return;
@@ -127,7 +127,7 @@ INLINE void add_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
 
 #define BLOCK_CASE(rows) \
     case rows: \
-        add_block(op, acts, at, tile, tiles, first, inputs, unpacked, sums + (at - row) * tiles * QS_LANES, rows); \
+        add_block(op, acts, at, tile, tiles, first, inputs, bytes, stride, sums + (at - row) * tiles * QS_LANES, rows); \
         break;
 
 /* A strip of rows [row, end) by `tiles` tiles, one or a gate and its factor. */
@@ -139,7 +139,10 @@ INLINE void strip(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t
     memset(sums, 0, sizeof(float) * (size_t)((end - row) * tiles * QS_LANES));
     for (int32_t first = 0, inputs; first < op->k; first += inputs) {
         inputs = op->k - first < chunk ? op->k - first : chunk;
-        for (int32_t t = 0; t < tiles; t++)
+        const int small = op->dtype == QS_U8;
+        const int64_t stride = (int64_t)(small ? op->k : inputs) * QS_LANES;
+        const uint8_t *bytes = small ? (const uint8_t *)op->weight + tile * stride + first * QS_LANES : unpacked;
+        for (int32_t t = 0; t < tiles && !small; t++)
             unpack(op, tile + t, first, inputs, ahead, unpacked + t * inputs * QS_LANES);
         for (int32_t at = row, rows; at < end; at += rows) { /* in blocks of nearly the same size */
             int32_t blocks = (end - at + BLOCK_ROWS - 1) / BLOCK_ROWS;
@@ -154,8 +157,9 @@ INLINE void strip(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t
 static void linear_many(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                         uint8_t *unpacked)
 {
-    /* Bytes are two nibbles each: unpacking them costs more than it brings. */
-    if (end - row < MANY || op->dtype != QS_U4 || (op->codebook && op->codebook_bytes == 2)) {
+    /* Larger bytes are two nibbles each: unpacking them costs more than it brings. */
+    const int fits = op->dtype == QS_U4 || op->bits <= QS_SMALL_BITS;
+    if (end - row < MANY || !fits || (op->codebook && op->codebook_bytes == 2)) {
         linear_int(op, acts, row, end, tile, tiles, unpacked);
         return;
     }

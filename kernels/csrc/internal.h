@@ -9,6 +9,8 @@
 
 #define BOOK 2 /* a `u4` whose codes stand for numbers of a codebook of one byte */
 #define BOOK16 3 /* of two */
+#define SMALL 4 /* bytes below 2^QS_SMALL_BITS */
+#define QS_SMALL_BITS 6
 
 /* Bytes of a scale of an integer weight. */
 static inline int64_t qs_scale_bytes(const qs_linear *op)

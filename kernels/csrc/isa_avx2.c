@@ -18,11 +18,14 @@
 #include "store_tiles.h"
 #include "linear_float.h"
 #include "adapter_products.h"
+#include "avx2_trellis.h"
 
 #define ROWS 4
 #define HALVES 2 /* vectors of a tile */
 #define SPAN 32  /* inputs to an int16 sum of products with nibbles: 8 pairs of at most 2 * 15 * 128 */
 #define BOOK_SPAN 16 /* the same with numbers of a codebook: 4 pairs of at most 2 * 31 * 128 */
+#define SMALL_SPAN 8 /* the same with small bytes: 2 pairs of at most 2 * 63 * 128 */
+#define HAS_SMALL 1
 
 #include "linear_int.h"
 
@@ -107,6 +110,34 @@ INLINE void dot_u8(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t 
     }
 }
 
+/* The same by a tile of small bytes, of which SMALL_SPAN go into an int16 sum. */
+INLINE void dot_small(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t ahead, int32_t width,
+                      int32_t dots[ROWS][QS_LANES], const int rows)
+{
+    const __m256i one = _mm256_set1_epi16(1);
+    __m256i sums[ROWS][HALVES], codes[2][HALVES];
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int v = 0; v < HALVES; v++)
+            sums[m][v] = _mm256_load_si256((const __m256i *)(const void *)(dots[m] + 8 * v));
+    for (int32_t j = 0; j < width; j += SMALL_SPAN, w += 128) {
+        UNROLL for (int i = 0; i < 2; i++) {
+            _mm_prefetch((const char *)w + 64 * i + ahead, _MM_HINT_T1);
+            UNROLL for (int v = 0; v < HALVES; v++)
+                codes[i][v] = _mm256_loadu_si256((const __m256i *)(const void *)(w + 64 * i + 32 * v));
+        }
+        UNROLL for (int m = 0; m < rows; m++) {
+            __m256i first = four(x + m * x_stride + j), second = four(x + m * x_stride + j + 4);
+            UNROLL for (int v = 0; v < HALVES; v++) {
+                __m256i pairs = add_pairs(_mm256_maddubs_epi16(codes[0][v], first), codes[1][v], second);
+                sums[m][v] = _mm256_add_epi32(sums[m][v], _mm256_madd_epi16(pairs, one));
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int v = 0; v < HALVES; v++)
+            _mm256_store_si256((__m256i *)(void *)(dots[m] + 8 * v), sums[m][v]);
+}
+
 /* The same where nibbles stand for numbers of two bytes, by at most two rows. 32768 is taken from the numbers, so that
  * they are signed. Inputs are widened: a vector holds the products of two pairs of inputs and four outputs. */
 INLINE void dot_wide(const int8_t *x, int64_t x_stride, const uint8_t *w, int64_t ahead, int32_t width,
@@ -155,8 +186,10 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
     UNROLL for (int m = 0; m < rows && u4 == BOOK16; m += 2)
         dot_wide(at->x + m * at->x_stride, at->x_stride, at->w, m ? 0 : at->ahead, width, dots + m, at->codebook,
                  rows - m < 2 ? rows - m : 2);
+    if (u4 == SMALL)
+        dot_small(at->x, at->x_stride, at->w, at->ahead, width, dots, rows);
     const int32_t most = u4 == BOOK ? BOOK_SPAN : SPAN;
-    for (int32_t j = 0; j < width && u4 != BOOK16; j += most) {
+    for (int32_t j = 0; j < width && u4 != BOOK16 && u4 != SMALL; j += most) {
         int32_t span = width - j < most ? width - j : most;
         const uint8_t *w = at->w + (int64_t)j * (u4 ? 8 : 16);
         if (u4)
@@ -199,7 +232,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .sweep = QS_NAME(sweep), \
         .trellis_bytes = QS_NAME(trellis_bytes), \
         .trellis_sweep = QS_NAME(trellis_sweep), \
-        .decode = QS_NAME(decode), \
+        .decode = decode, \
         .route = QS_NAME(route), \
         .combine = QS_NAME(combine), \
         .sigmoid_mul = QS_NAME(sigmoid_mul), \

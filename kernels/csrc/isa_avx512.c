@@ -20,6 +20,7 @@
 #include "store_tiles.h"
 #include "linear_float.h"
 #include "adapter_products.h"
+#include "avx2_trellis.h"
 #include "avx512_linear_int.h"
 
 const qs_kernels qs_kernels_avx512 = {
@@ -50,7 +51,7 @@ const qs_kernels qs_kernels_avx512 = {
     .sweep = QS_NAME(sweep),
     .trellis_bytes = QS_NAME(trellis_bytes),
     .trellis_sweep = QS_NAME(trellis_sweep),
-    .decode = QS_NAME(decode),
+    .decode = decode,
     .draw = QS_NAME(draw),
 };
 #ifdef __clang__

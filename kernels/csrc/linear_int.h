@@ -1,5 +1,6 @@
 /* The integer product tile by tile, for short vectors. Behind store_tiles.h; an ISA defines ROWS, the most rows of a
- * block, and then int_group, whose `u4` is BOOK or BOOK16 where codes stand for numbers of a codebook. */
+ * block, and then int_group, whose `u4` is BOOK or BOOK16 where codes stand for numbers of a codebook, and SMALL for small
+ * bytes where the ISA has a HAS_SMALL. */
 
 /* Where a product of one tile reads and adds: advanced by one activation group at a time. */
 typedef struct {
@@ -83,7 +84,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
 INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int64_t ahead, const int rows,
                       const int u4)
 {
-    const int32_t bytes = u4 ? 8 : 16; /* for each input */
+    const int32_t bytes = u4 && u4 != SMALL ? 8 : 16; /* for each input */
     float sums[ROWS][QS_LANES] __attribute__((aligned(64)));
     int_walk at = walk(op, acts, row, tile, 0, (const uint8_t *)op->weight + (int64_t)tile * op->k * bytes, ahead);
     memset(sums, 0, sizeof sums);
@@ -127,6 +128,10 @@ static void linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
             int_rows(op, acts, row, end, t, ahead, BOOK);
         else if (op->dtype == QS_U4)
             int_rows(op, acts, row, end, t, ahead, 1);
+#ifdef HAS_SMALL
+        else if (op->bits <= QS_SMALL_BITS)
+            int_rows(op, acts, row, end, t, ahead, SMALL);
+#endif
         else
             int_rows(op, acts, row, end, t, ahead, 0);
     }

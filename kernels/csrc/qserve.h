@@ -103,7 +103,7 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  *
  * Weights lie in tiles of 16 output rows (the last is padded with zeros), tile after tile:
  *   f32/f16/bf16  [tile][k][16]
- *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i
+ *   u8            [tile][k / 4][16][4]              byte i of a lane is input 4j + i; below 2^bits
  *   u4            [tile][k / 8][16][4]              low nibble is input 8j + i, high nibble 8j + 4 + i
  *   f8            [tile][k][16]                     none of them NaN
  *   trellis       [tile][k][2 * bits]               bits 2, 3 or 4; k is a multiple of 4

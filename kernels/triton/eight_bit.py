@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.grid import E4M3, INTEGERS
+from qserve.checkpoint.grid import E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
@@ -111,7 +111,7 @@ def supports(weight: QuantizedWeight, gpu: Target) -> str | None:
     if activations.grid is E4M3:
         if "fp8" not in gpu.features:
             return f"FP8 products need {NEEDED['fp8']}, not {gpu.architecture}"
-        if scheme.grid is INTEGERS and scheme.bits > 4:
+        if scheme.grid is not E4M3 and scheme.max_code > 15:
             return f"{scheme} weights with FP8 inputs: e4m3 holds integers of at most 4 bits"
     else:
         if scheme.grid is E4M3:
@@ -291,7 +291,7 @@ class EightBit:
 def _values(weight: QuantizedWeight, dtype: torch.dtype, order: Tensor | None, device: torch.device) -> Tensor:
     """The weight [out, k] without its scales, exactly, in ``dtype``; inputs in ``order``, and 0 where order is -1."""
     codes = weight.codes.to(device)
-    if weight.scheme.grid is INTEGERS:
+    if weight.scheme.grid in (INTEGERS, TRELLIS):
         zeros: Tensor | int = weight.scheme.zero
         if weight.zeros is not None:
             zeros = weight.zeros.to(device, torch.int16)[:, weight.group_of_input().to(device)]

@@ -18,7 +18,7 @@ from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.grouped import Grouping, most_tiles, sort
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.pointwise import activation
-from qserve.kernels.triton.prepack import PAD_N, SLICES
+from qserve.kernels.triton.prepack import PAD_N, SLICES, field_bits
 from qserve.kernels.triton.target import Target
 from qserve.kernels.triton.weight_only import MOST_PLACES, WeightOnly
 from qserve.kernels.triton.workspace import Workspace
@@ -78,8 +78,8 @@ def supports(op: ops.Experts, gpu: Target) -> str | None:
             return "experts that differ in their schemes have no Triton kernel"
         packed = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         reason = _unsupported(packed, gpu) if packed else None
-        out, inp = packed[0].codes.shape if packed else _dense(weights)[0].shape
-        bits = 16 if not packed else 4 if packed[0].scheme.bits <= 4 else 8
+        out, inp = packed[0].stored.shape if packed else _dense(weights)[0].shape
+        bits = field_bits(packed[0].scheme) if packed else 16
         words = len(weights) * -(-out // PAD_N) * PAD_N * inp * bits // 16
         if reason is None and words >= linear.MOST_WORDS:
             reason = f"experts of {words:,} words of 16 bits: {linear.MOST_WORDS:,} are the most that the kernel counts"

@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS
+from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
 from qserve.kernels.triton import eight_bit
 from qserve.kernels.triton.dense import multiply
-from qserve.kernels.triton.prepack import plane_bytes
+from qserve.kernels.triton.prepack import field_bits, plane_bytes
 from qserve.kernels.triton.target import Target
 from qserve.kernels.triton.weight_only import WeightOnly
 from qserve.kernels.triton.workspace import Workspace
@@ -48,7 +48,7 @@ def supports(weight: Tensor | QuantizedWeight, gpu: Target) -> str | None:
     """None, or why no kernel here multiplies by ``weight`` on ``gpu``."""
     if isinstance(weight, Tensor):
         return None
-    if weight.scheme.grid not in (INTEGERS, E4M3, E2M1):
+    if weight.scheme.grid not in (INTEGERS, E4M3, E2M1, TRELLIS):
         return f"{weight.scheme} weights"
     if weight.activations is not None and weight.scheme.grid is E2M1:
         return f"{weight.scheme} weights whose inputs are rounded"
@@ -56,7 +56,7 @@ def supports(weight: Tensor | QuantizedWeight, gpu: Target) -> str | None:
         return eight_bit.supports(weight, gpu)
     if weight.scheme.grid is E4M3:
         return "FP8 weights whose inputs are not rounded to FP8"
-    words = weight.out_features * weight.in_features * (4 if weight.scheme.bits <= 4 else 8) // 16
+    words = weight.out_features * weight.in_features * field_bits(weight.scheme) // 16
     if words >= MOST_WORDS:
         return f"a weight of {words:,} words of 16 bits: {MOST_WORDS:,} are the most that the kernel counts"
     return None

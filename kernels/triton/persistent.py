@@ -117,7 +117,7 @@ def runs(gpu: Target) -> bool:
 def supports(weight: QuantizedWeight, block_k: int, gpu: Target) -> str | None:
     """None, or why this kernel does not multiply by ``weight`` in steps of ``block_k`` inputs."""
     assert weight.activations is not None
-    scheme, (out, inp) = weight.scheme, weight.codes.shape
+    scheme, (out, inp) = weight.scheme, weight.stored.shape
     if not runs(gpu):
         return f"it is for sm_90, sm_100 and sm_103, not {gpu.architecture}"
     if block_k != BLOCK_K:

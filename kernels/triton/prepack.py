@@ -94,9 +94,14 @@ def slots(packed: QuantizedWeight, group: int) -> Tensor | None:
     return slot
 
 
+def field_bits(scheme: WeightScheme) -> int:
+    """Of the field that holds a code."""
+    return 4 if scheme.max_code < 16 else 8
+
+
 def planes(packed: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> Planes:
-    """A packed weight of integers or e2m1 numbers, for inputs of ``dtype``."""
-    bits = 4 if packed.scheme.bits <= 4 else 8
+    """A packed weight of integers, e2m1 numbers or trellis codes, for inputs of ``dtype``."""
+    bits = field_bits(packed.scheme)
     count = 16 // bits
     groups = packed.scheme.groups(packed.in_features)
     width = packed.scheme.group_width(packed.in_features)
@@ -138,7 +143,7 @@ def dense_planes(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Pl
 
 def plane_bytes(scheme: WeightScheme, out: int, inp: int) -> int:
     """Bytes of ``planes`` of a weight [out, in] without ``order``: an upper bound, with scales in float32."""
-    bits, groups = 4 if scheme.bits <= 4 else 8, scheme.groups(inp)
+    bits, groups = field_bits(scheme), scheme.groups(inp)
     _, group, k = _shape(scheme.group_width(inp), groups, inp, 16 // bits)
     scales = 4 * (1 if groups == 1 else -(-k // group))
     return round_up(out, PAD_N) * (k * bits // 8 + scales * (1 if scheme.symmetric else 2))

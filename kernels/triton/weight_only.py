@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import ops
-from qserve.kernels.triton import dequantize
+from qserve.kernels.triton import dequantize, trellis
 from qserve.kernels.triton.dense import multiply
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.grouped import NOT_GROUPED, Grouping, grouped_rows
@@ -38,8 +38,8 @@ MOST_PLACES = 2**31 - 2**24
 
 @triton.jit(do_not_specialize=["rows", "blocks", "splits"])
 def weight_only_kernel(
-    x, weight, scales, zeros, bias, out, partial, arrived, tiles, order,
-    rows, n, k, stride_x, stride_out, padded_n, blocks, splits,
+    x, weight, before, scales, zeros, bias, out, partial, arrived, tiles, order,
+    rows, n, k, stride_x, stride_out, padded_n, block_rows, blocks, splits,
     ZERO: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -47,7 +47,8 @@ def weight_only_kernel(
 ):  # fmt: skip
     """out [rows, n] = x [rows, k] times weight [n, k] transposed.
 
-    weight  int16 [blocks, padded_n, SLICE]
+    weight  int16 [blocks, block_rows, SLICE], a row to an output
+    before  None, or of a trellis of BITS the tile that precedes each: ``trellis``, whose words ``weight`` has then
     scales  by group of GROUP inputs (0: all) and output; in words of 32 bits, so that they are copied asynchronously.
             SCALES "pairs": float16, two groups to a word; "zeros": float16 below and the zero point above, in the
             type of x; "float": float32, with ``zeros`` float32 where ZERO is -1
@@ -56,7 +57,8 @@ def weight_only_kernel(
     EACH > 0: the weights of all experts, EACH outputs of each; ``grouped_rows`` says which rows are whose
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
-    BLOCK_K: tl.constexpr = 16 // BITS * SLICE
+    BLOCK_K: tl.constexpr = SLICE if before is not None else 16 // BITS * SLICE
+    FIELD: tl.constexpr = 8 if before is not None else BITS
     PRECISION: tl.constexpr = "tf32x3" if PTX else "ieee"
     # The inputs summed before a scale is due: a group, or the block where a group is wider.
     SUM: tl.constexpr = BLOCK_K if (GROUP == 0) or (GROUP > BLOCK_K) else GROUP
@@ -73,7 +75,12 @@ def weight_only_kernel(
         ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
         x_rows = ms
         w_begin = 0
-    ns = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_n = (tile // tiles_m) * BLOCK_N
+    if before is not None:
+        ns = first_n + trellis.outputs(BLOCK_N)
+        first_row, then_row, begin = trellis.rows(before, w_begin + first_n, BLOCK_N, BITS)
+    else:
+        ns = first_n + tl.arange(0, BLOCK_N)
     w_ns = w_begin + ns
     ks = tl.arange(0, SLICE)
     first = split * blocks // splits
@@ -81,16 +88,26 @@ def weight_only_kernel(
     seen = ms < rows
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        w_at = w_ns[:, None] * SLICE + ks[None, :]
+        if before is not None:
+            w_at, w_then, begin = first_row[:, None] * SLICE + ks[None, :], then_row[:, None] * SLICE + ks[None, :], begin[:, None]
+        else:
+            w_at = w_ns[:, None] * SLICE + ks[None, :]
         x_at = x_rows[None, :] * stride_x + ks[:, None]
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        w_at = w_ns[None, :] * SLICE + ks[:, None]
+        if before is not None:
+            w_at, w_then, begin = first_row[None, :] * SLICE + ks[:, None], then_row[None, :] * SLICE + ks[:, None], begin[None, :]
+        else:
+            w_at = w_ns[None, :] * SLICE + ks[:, None]
         x_at = x_rows[:, None] * stride_x + ks[None, :]
     if GROUP == 0 and ZERO == -1:
         zero_n = tl.load(zeros + w_ns).to(DTYPE)
     for block in tl.range(first, last, num_stages=STAGES):
-        word = tl.load(weight + block * (padded_n * SLICE) + w_at)
+        at_block = weight + block * (block_rows * SLICE)
+        if before is not None:
+            word = trellis.codes(at_block, w_at, w_then, begin, BITS, SLICE, SWAP)
+        else:
+            word = tl.load(at_block + w_at)
         for part in tl.static_range(BLOCK_K // SUM):
             if GROUP != 0:
                 group = (block * BLOCK_K + part * SUM) // GROUP
@@ -123,7 +140,7 @@ def weight_only_kernel(
                 elif ZERO == -2:
                     slice_w = e2m1(word, part * (SUM // SLICE) + step, DTYPE)
                 else:
-                    slice_w = unpack(word, zero, part * (SUM // SLICE) + step, BITS, DTYPE, PTX)
+                    slice_w = unpack(word, zero, part * (SUM // SLICE) + step, FIELD, DTYPE, PTX)
                 if SWAP:
                     acc = tl.dot(slice_w, slice_x, acc, input_precision=PRECISION)
                 else:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.trellis import PackedTrellis
 
 
 def make_weight(
-    out: int, inp: int, scheme: WeightScheme, activations: ActivationScheme | None = None, *, shuffled: bool = False
-) -> QuantizedWeight:
-    generator = torch.Generator().manual_seed(out * 31 + inp)
+    out: int, inp: int, scheme: WeightScheme, activations: ActivationScheme | None = None, *, shuffled: bool = False,
+    seed: int = 0,
+) -> QuantizedWeight:  # fmt: skip
+    generator = torch.Generator().manual_seed(out * 31 + inp + 1009 * seed)
     groups, height = scheme.groups(inp), scheme.row_height(out)
     blocks = torch.rand(-(-out // height), groups, generator=generator) * 0.02 + 0.001
     if scheme.dtype == "fp4":  # as NVFP4 and MXFP4 store them
         blocks = (blocks * 20000).to(torch.float8_e4m3fn).float() * (0.00007 / (1 + torch.arange(len(blocks))[:, None]))
     scales = blocks.repeat_interleave(height, 0)[:out].contiguous()
     zeros = g_idx = None
-    if scheme.dtype == "fp8":
+    codes: Tensor | PackedTrellis
+    if scheme.dtype == "trellis":
+        codes = make_streams(out, inp, scheme.bits, seed)
+    elif scheme.dtype == "fp8":
         codes = (torch.randn(out, inp, generator=generator) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
         codes = codes.view(torch.uint8)
         codes[:, ::7] = torch.randint(0, 8, codes[:, ::7].shape, generator=generator).to(torch.uint8)  # subnormal
@@ -36,3 +42,10 @@ def make_weight(
     )
     weight.check()
     return weight
+
+
+def make_streams(out: int, inp: int, bits: int, seed: int = 0) -> PackedTrellis:
+    """Any bits are a path."""
+    generator = torch.Generator().manual_seed(out * 31 + inp + 1009 * seed)
+    shape = 4 * -(-out // 64), inp, 2 * bits
+    return PackedTrellis(torch.randint(0, 256, shape, generator=generator).to(torch.uint8), bits, out)
