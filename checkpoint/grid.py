@@ -32,6 +32,7 @@ class Grid:
     scale_bits   of a scale as it is stored
     most         the largest code, where the bits of a code as it is stored do not say it
     zero         the code of 0 then
+    ring         outputs whose codes share bits
     """
 
     name: str
@@ -47,6 +48,7 @@ class Grid:
     scale_bits: int = 16
     most: int | None = None
     zero: int | None = None
+    ring: int = 1
 
 
 def _whole(codes: Tensor) -> Tensor:
@@ -93,10 +95,10 @@ BNB_FP4 = _from_codebook("bnb-fp4", (*_BNB_FP4, *(-number for number in _BNB_FP4
 AFFINE = Grid("hqq", (2, 3, 4, 5, 8), zero_points=True, exact=True, largest=255.0, numbers=_whole, real_zeros=True)
 """Integers around a zero point that is a real number."""
 TRELLIS = Grid(
-    "trellis", (2, 3, 4), zero_points=False, exact=True, largest=29.0, numbers=lambda codes: codes.float() - 32,
-    most=61, zero=32,
+    "trellis", (2, 3, 4), zero_points=False, exact=True, largest=30.0, numbers=lambda codes: codes.float() - 30,
+    most=60, zero=30, ring=64,
 )  # fmt: skip
-"""Codes that neighbours choose together: ``trellis``. Their numbers are -29 to 29, most of them near 0."""
+"""Codes that neighbours choose together: ``trellis``. Their numbers are -30 to 30, most of them near 0."""
 GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE, TRELLIS)}
 _OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.grid import INTEGERS, TRELLIS, Grid, grid_named, input_grid
+from qserve.checkpoint.grid import INTEGERS, Grid, grid_named, input_grid
 
 SUPERBLOCK = 256
 """Inputs that share the float16 of two-level scales."""
@@ -75,7 +75,7 @@ class WeightScheme:
     @property
     def joins_outputs(self) -> bool:
         """Whether several outputs share a scale, or bits of their codes."""
-        return self.rows != 1 or self.grid is TRELLIS
+        return self.rows != 1 or self.grid.ring != 1
 
     @property
     def zero(self) -> int:
@@ -96,7 +96,8 @@ class WeightScheme:
         zero_bits = 0
         if self.grid.zero_points and (symmetric_zeros or not self.symmetric):
             zero_bits = scale_bits if self.grid.real_zeros else blocks * self.bits
-        return out_features * in_features * self.bits + scale_bits + zero_bits
+        coded = -(-out_features // self.grid.ring) * self.grid.ring
+        return coded * in_features * self.bits + scale_bits + zero_bits
 
     def __str__(self) -> str:
         """For people: ``4 bit g64 symmetric``, ``fp8 per channel``, ``6 bit g16 symmetric (8-bit scales)``."""

@@ -95,7 +95,9 @@ def tile_bytes(
     upper bound."""
     if is_expanded(scheme, activations):
         return 4 * out * inp
-    codes = out * inp * (scheme.bits if scheme.grid is TRELLIS else 4 if scheme.bits <= 4 else 8) // 8
+    codes = out * inp * (4 if scheme.bits <= 4 else 8) // 8
+    if scheme.grid is TRELLIS:
+        codes = -(-out // TRELLIS.ring) * TRELLIS.ring * inp * scheme.bits // 8
     groups = out * scheme.groups(inp)
     if narrow_scales and scheme.grid.scale_bits == 8:
         return codes + groups + 4 * out

@@ -53,6 +53,7 @@ class TiledLinear:
     zero: int = 0
     codebook_bytes: int = 0
     bits: int = 0
+    tiles: int = 0
     accumulate: bool = False
     centred: bool = False
     function: int = 0
@@ -171,6 +172,7 @@ def _tiles(weight: Tensor | QuantizedWeight, take: Take, tile: Tile) -> dict[str
             "permutation": tiles.permutation,
             "before": tiles.before,
             "bits": tiles.code_bits,
+            "tiles": len(tiles.weight),
             "codebook": tiles.codebook,
             "codebook_bytes": 0 if tiles.codebook is None else len(tiles.codebook),
             "scale_dtype": abi.DTYPES[tiles.scales.dtype],

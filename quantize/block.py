@@ -64,7 +64,7 @@ class BlockQuantizer:
         self._visit, self._result = visit, BlockResult()
         self._original: dict[str, Tensor] = {}
         self._folds: dict[frozenset[str], Fold] = {}
-        learn = self.job.effort == "best" and visit.inputs is not None
+        learn = self.job.learns_rounding and visit.inputs is not None
         if visit.inputs is not None and self._method.search_scale is not None:
             assert visit.short_call is not None
             found = find_folds(visit.block, visit.linears, visit.short_inputs(), visit.short_call)
@@ -93,7 +93,7 @@ class BlockQuantizer:
                 by_scheme.setdefault(scheme, []).append(name)
         for scheme, members in by_scheme.items():
             for name, part in self._round_together(weights, members, stats, scheme):
-                if self.job.effort == "best":
+                if self.job.learns_rounding:
                     self._original[name] = weights[name]
                 self._result.packed[name] = part.weight
                 self._result.reports.append(part.report(name))

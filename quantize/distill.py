@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from qserve.calibration.head import head_input
 from qserve.calibration.products import fast_products
+from qserve.checkpoint.grid import INTEGERS, TRELLIS
 from qserve.checkpoint.parts import Keep, Part
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.quantize.scales import storable
-from qserve.quantize.signround import Progress, learnable, trainable
+from qserve.quantize.signround import Progress, trainable
 
 _TRAVEL = 0.05  # how far all steps together can move a scale, as a fraction of it; with 0.2 unseen text got worse
 _JUDGED = 16  # windows on which the result must be better than the start
@@ -68,12 +69,13 @@ def distill(
               the same descent, to go on from
 
     Each step takes ``batch`` windows. If the divergence over the first windows does not fall, the result is
-    ``packed``. Weights that are not ``learnable`` come back as they are. Afterwards the model holds the result. It
-    takes three times the memory of the model's weights, and the activations of ``batch`` windows in every layer.
+    ``packed``. Weights in fp8, with scales shared among outputs, or with a ``g_idx`` come back as they are. Afterwards
+    the model holds the result. It takes three times the memory of the model's weights, and the activations of
+    ``batch`` windows in every layer.
     """
     for name, start in packed.items():
         linears[name].weight.data = start.dequantize()
-    scaled = {name: _Scaled(linears[name], weight) for name, weight in packed.items() if learnable(weight)}
+    scaled = {name: _Scaled(linears[name], weight) for name, weight in packed.items() if _has_scales(weight)}
     generator = torch.Generator().manual_seed(seed)
     before = _judge(model, windows, targets, batch) if kept is None else kept.extra["before"]
     if not scaled:
@@ -115,18 +117,24 @@ def distill(
     return Distilled(result, before, after if better else before)
 
 
+def _has_scales(packed: QuantizedWeight) -> bool:
+    """Whether each scale multiplies integers of one output and consecutive inputs."""
+    return packed.scheme.grid in (INTEGERS, TRELLIS) and packed.scheme.rows == 1 and packed.g_idx is None
+
+
 class _Scaled:
     """One linear while its scales are learned; ``multiplier`` float32 [out, groups] multiplies its first scales."""
 
     def __init__(self, linear: nn.Linear, packed: QuantizedWeight) -> None:
         self.linear, self.packed = linear, packed
+        self.unpacked = replace(packed, stored=packed.codes)
         self.multiplier = torch.ones_like(packed.scales)
 
     def take_gradient(self) -> None:
         gradient, self.linear.weight.grad = self.linear.weight.grad, None
         self.multiplier.grad = None
         if gradient is not None:  # else an expert that none of these tokens reached
-            along = gradient * self.packed.dequantize()
+            along = gradient * self.unpacked.dequantize()
             self.multiplier.grad = along.view(*self.packed.scales.shape, -1).sum(dim=-1)
 
     def states(self, name: str, optimizer: torch.optim.Adam) -> Iterator[tuple[str, Tensor]]:
@@ -144,10 +152,13 @@ class _Scaled:
         self.install()
 
     def install(self) -> None:
-        self.linear.weight.data = self.result().dequantize()
+        self.linear.weight.data = replace(self.unpacked, scales=self._scales()).dequantize()
 
     def result(self) -> QuantizedWeight:
-        return replace(self.packed, scales=storable(self.packed.scales * self.multiplier))
+        return replace(self.packed, scales=self._scales())
+
+    def _scales(self) -> Tensor:
+        return storable(self.packed.scales * self.multiplier)
 
 
 def _head(model: nn.Module) -> nn.Module:

@@ -22,7 +22,7 @@ from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.formats.format import Format
-from qserve.checkpoint.grid import E4M3
+from qserve.checkpoint.grid import E4M3, TRELLIS
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.kernels.products import multiplied
 from qserve.quantize import fitted, yaqa
@@ -117,7 +117,7 @@ def forecast(
     forwards = (1.0 if at_once >= job.samples else _STAGES) * (2 if job.float_samples else 1)
     moments = _HESSIAN_SHARE + (_DRIFT_SHARE if job.float_samples else 0.0)
     products = job.tokens * (forwards * weights + moments * squares)
-    if job.effort == "best":
+    if job.learns_rounding:
         products += _LEARNING_TOKENS * weights
     if job.algorithm.outputs:
         peak = max(peak, rss + _gradient_bytes(job, skeleton))
@@ -140,6 +140,8 @@ def forecast(
     searched = [size for module, size in shapes.of(spec).items()
                 if (scheme := spec.scheme_of(module)) is not None and scheme.scale_bits]  # fmt: skip
     seconds += fitted.SUPERBLOCK_SEARCH.value * sum(map(math.prod, searched)) / speed.float32
+    if job.weights.grid is TRELLIS:
+        seconds += fitted.TRELLIS.value * weights / speed.float32
     if job.text == SELF:  # the model runs to write every second window
         peak = max(peak, rss + writing_bytes(skeleton.source, job.sequence_length))
         written = (job.samples + 1) // 2 * job.sequence_length
@@ -206,7 +208,7 @@ def _compensating_products(job: QuantizeJob, shapes: Shapes) -> float:
     if not job.algorithm.compensates:
         return 0.0
     each = fitted.SWEEP.value + (fitted.FOLLOWING.value if job.float_samples else 0.0)
-    turn = 0.0 if job.weights.grid is E4M3 else fitted.DESCENT.value
+    turn = 0.0 if job.weights.grid in (E4M3, TRELLIS) else fitted.DESCENT.value
     more = yaqa.TURNS if job.algorithm.outputs else 0
     products = 0.0
     for unit in units(shapes.linears):
@@ -245,7 +247,7 @@ def _working_bytes(job: QuantizeJob, skeleton: Skeleton, at_once: int) -> int:
     block = skeleton.block_bytes() + hidden + (forward + rounding if whole else max(forward, rounding))
     if job.algorithm.outputs:
         block += _outputs_bytes(skeleton)
-    if job.effort == "best":
+    if job.learns_rounding:
         block += 2 * hidden + 6 * skeleton.block_bytes()
     return max(skeleton.embedding_bytes() + hidden, block, copying)
 

@@ -93,24 +93,24 @@ def quantize_with(
         return _to_nearest(weight, stats, scheme, inverse.reason)
     weight = following(inverse, weight, stats)
     if scheme.grid is TRELLIS:
-        return _trellis(inverse, factor, weight, stats, scheme)
+        return measured(weight, on_trellis(inverse, factor, weight, stats, scheme), factor, stats)
     found = rounded(inverse, factor.upper, weight, stats.diagonal, scheme)
     if descends and scheme.grid is not E4M3:
         found = improved(inverse, weight, found, stats, scheme)
     return finished(weight, found, factor, stats, scheme)
 
 
-def _trellis(
+def on_trellis(
     inverse: Inverse, factor: Factor, weight: Tensor, stats: LayerStats, scheme: WeightScheme
-) -> LayerResult:
-    """A code cannot descend by itself, for it shares bits with others. Scales can."""
+) -> QuantizedWeight:
+    """``weight`` in trellis codes. A code cannot descend by itself, for it shares bits with others; scales can."""
     assert stats.hessian is not None
     scales = trellis.group_scales(weight, stats.diagonal, scheme)
     packed = trellis.sweep(weight, factor.upper, inverse.order, scales, scheme)
     _, scales = descend(
         weight, packed.unpack(), scales, None, scheme, stats.hessian, descent_diagonal(stats), inverse.order, count=0
     )
-    return _measured(weight, QuantizedWeight(scheme, packed, scales), factor, stats)
+    return QuantizedWeight(scheme, packed, scales)
 
 
 Rounded = tuple[Tensor, Tensor, Tensor | None]
@@ -143,10 +143,11 @@ def finished(
     weight: Tensor, found: Rounded, factor: Factor, stats: LayerStats, scheme: WeightScheme
 ) -> LayerResult:
     """The result for ``weight``, which already makes up for earlier losses."""
-    return _measured(weight, quantized_weight(*found, scheme), factor, stats)
+    return measured(weight, quantized_weight(*found, scheme), factor, stats)
 
 
-def _measured(weight: Tensor, packed: QuantizedWeight, factor: Factor, stats: LayerStats) -> LayerResult:
+def measured(weight: Tensor, packed: QuantizedWeight, factor: Factor, stats: LayerStats) -> LayerResult:
+    """``packed`` as the result for ``weight``."""
     error, energy = output_error(weight, packed.dequantize().sub_(weight), stats)
     return LayerResult(packed, error, energy, factor.damping, int((stats.diagonal == 0).sum()), factor.note)
 

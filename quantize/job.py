@@ -28,7 +28,7 @@ class QuantizeJob:
     method           a name in ``METHODS``; None takes the one usual for the scheme
     effort           of error compensation: fast rounds each layer for the inputs it gets; normal also follows the
                      float model and makes up for what earlier layers lost; best learns the rounding after that
-                     (SignRound), and in the end the scales of the whole model
+                     (SignRound, for integers), and in the end the scales of the whole model
     head_bits        of the output head, 0 keeps it; embedding_bits likewise. A tied head has the bits of the embedding;
                      with bits of its own it becomes a layer of its own
     kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key
@@ -122,12 +122,12 @@ class QuantizeJob:
                     raise UsageError(f"{what} needs calibration text; give --calibration builtin or a file")
         if method.inputs != "any" and method.inputs != ("float" if self.activations is None else "rounded"):
             raise UsageError(method.instead)
-        if self.scheme == "trellis" and method.name not in ("gptq", "rtn"):
-            raise UsageError(f"--scheme trellis is for --method gptq or rtn, not {method.name}")
+        if self.scheme == "trellis" and method.name not in ("gptq", "yaqa", "rtn"):
+            raise UsageError(f"--scheme trellis is for --method gptq, yaqa or rtn, not {method.name}")
         if self.symmetric and not method.symmetric:
             raise UsageError(f"{method.name} finds zero points: use --asym with it")
-        if self.effort == "best" and self.scheme != "weights":
-            raise UsageError("--effort best is for weights alone: use it with --scheme weights")
+        if self.effort == "best" and self.scheme not in ("weights", "trellis"):
+            raise UsageError("--effort best is for weights alone: use it with --scheme weights or trellis")
         if self.effort == "best" and not method.compensates:
             compensating = " or ".join(f"--method {each.name}" for each in METHODS.values() if each.compensates)
             raise UsageError(f"--effort best learns the rounding that error compensation began: use {compensating}")
@@ -202,6 +202,11 @@ class QuantizeJob:
         """Calibration samples for which the float model is followed. It is all of them: with other samples than the
         Hessian's, the regression on the drift would fit noise."""
         return self.samples if self.algorithm.compensates and self.effort != "fast" and self.tokens else 0
+
+    @property
+    def learns_rounding(self) -> bool:
+        """Whether codes are learned after error compensation. Those of a trellis are not: a code shares bits."""
+        return self.effort == "best" and self.scheme == "weights"
 
     @property
     def tokens(self) -> int:

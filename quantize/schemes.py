@@ -108,7 +108,7 @@ def assign(
             + (f"; --embeddings {job.embedding_bits} alone would store the same numbers once" if twice else "")
         )
     spec = QuantSpec(
-        method="signround" if job.effort == "best" else job.algorithm.name,
+        method="signround" if job.learns_rounding else job.algorithm.name,
         weights=job.weights,
         activations=job.activations,
         kv_cache=job.kv_scheme,

@@ -16,14 +16,14 @@ from qserve.checkpoint.trellis import RING, STATE_BITS, PackedTrellis, codes_of_
 from qserve.kernels import native, rounding
 from qserve.quantize.scales import storable
 
-_DEVIATION = 9.33  # of the numbers of all states
+_DEVIATION = 9.25  # of the numbers of all states
 # How many deviations of a group those are: with more bits the tails are worth more. And the number that the largest
 # weight of a group has at most.
 _WIDTH = {2: 1.0, 3: 1.05, 4: 1.1}
 _REACH = 24.0
 # An input counts for its whole group where it has so much of the group's energy, and so much more than most inputs.
 _MOST_OF_GROUP, _OVER_MEDIAN = 0.5, 50.0
-_SEAM = 16  # weights on each side of the seam of a ring by which the state there is chosen
+_SEAM = RING // 2  # weights on each side of the seam of a ring by which the state there is chosen
 
 
 def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> QuantizedWeight:

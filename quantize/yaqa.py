@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.grid import E4M3
+from qserve.checkpoint.grid import E4M3, TRELLIS
+from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.trellis import RING, PackedTrellis
 from qserve.quantize import descent, gptq
 from qserve.quantize.layer import LayerResult, quantized_weight
 
@@ -44,13 +46,16 @@ def quantize(
 
     It lowers tr(G E H E^T), E being what the weight loses. Outputs of the greatest gradients come first, ``ROWS`` at a
     time, and those still to come aim at what makes up best for the errors so far. Then all have ``TURNS`` more. GPTQ
-    and its descent round the rows; order, drift and damping are as there.
+    and its descent round the rows; order, drift and damping are as there. Trellis codes have one turn, ring by ring.
     """
     inverse = gptq.inverse_of(stats, act_order=act_order)
-    curvature = None if scheme.grid is E4M3 else Curvature.of(outputs)
+    in_rings = scheme.grid is TRELLIS
+    curvature = None if scheme.grid is E4M3 else Curvature.of(outputs, in_order=in_rings)
     if inverse.factor is None or curvature is None:
         return gptq.quantize_with(inverse, weight, stats, scheme)
     weight = gptq.following(inverse, weight, stats)
+    if in_rings:
+        return gptq.measured(weight, _ring_by_ring(inverse, curvature, weight, stats, scheme), inverse.factor, stats)
     assert stats.hessian is not None
     coupled = descent.couplings(stats.hessian, gptq.descent_diagonal(stats), inverse.order)
     aims = weight[curvature.order]
@@ -76,11 +81,27 @@ def quantize(
     return gptq.finished(weight, joined, inverse.factor, stats, scheme)
 
 
+def _ring_by_ring(
+    inverse: gptq.Inverse, curvature: Curvature, weight: Tensor, stats: LayerStats, scheme: WeightScheme
+) -> QuantizedWeight:
+    """``weight`` in trellis codes: the outputs of a ring are rounded at once, and stay."""
+    assert inverse.factor is not None
+    ahead, streams, scales = weight.clone(), [], []
+    for start in range(0, len(weight), RING):
+        part = slice(start, min(start + RING, len(weight)))
+        found = gptq.on_trellis(inverse, inverse.factor, ahead[part], stats, scheme)
+        curvature.make_up(ahead, part, found.dequantize())
+        assert isinstance(found.stored, PackedTrellis)
+        streams.append(found.stored.streams)
+        scales.append(found.scales)
+    return QuantizedWeight(scheme, PackedTrellis(torch.cat(streams), scheme.bits, len(weight)), torch.cat(scales))
+
+
 @dataclass(frozen=True)
 class Curvature:
     """G of the outputs of one weight, which is block diagonal where it joins linears.
 
-    order    int64 [out]: outputs of the greatest gradients first
+    order    int64 [out]: outputs of the greatest gradients first, unless they stay in order
     hessian  float32 [out, out], in that order, with shrunk correlations and damped
     upper    float32 [out, out]: upper^T upper = hessian^-1
     """
@@ -90,7 +111,7 @@ class Curvature:
     upper: Tensor
 
     @classmethod
-    def of(cls, outputs: Sequence[LayerStats]) -> Curvature | None:
+    def of(cls, outputs: Sequence[LayerStats], *, in_order: bool = False) -> Curvature | None:
         """None where there are no gradients, or not finite ones."""
         blocks = []
         for stats in outputs:
@@ -105,6 +126,7 @@ class Curvature:
             return None
         hessian = torch.block_diag(*blocks)
         order = hessian.diagonal().argsort(descending=True, stable=True)
+        order = torch.arange(len(hessian)) if in_order else order
         shrinkage = _SHRINKAGE * len(hessian) / sum(stats.tokens for stats in outputs)
         factor = gptq.inverse_factor(hessian, order, shrinkage)
         if factor is None:

@@ -221,8 +221,8 @@ def _stored_shape(stored: Tensor, packed: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _size(stored: Tensor) -> tuple[int, int]:
-    shape = [int(size) for size in stored.reshape(-1)]
-    if len(shape) != 2 or min(shape) < 1:
+    shape = stored.reshape(-1).tolist()
+    if stored.is_floating_point() or len(shape) != 2 or min(shape) < 1:
         raise CheckpointError(f"weight_shape says {shape}, expected two sizes")
     return shape[0], shape[1]
 

@@ -3,12 +3,10 @@
 /* The codes of 16 states, in 16 bits each. */
 INLINE __m256i codes_of_states(__m256i states)
 {
-    const __m256i one = _mm256_set1_epi8(1);
-    __m256i first = _mm256_add_epi16(_mm256_mullo_epi16(states, _mm256_set1_epi16((int16_t)61169)),
-                                     _mm256_set1_epi16(76));
-    __m256i second = _mm256_mullo_epi16(states, _mm256_set1_epi16((int16_t)34039));
-    __m256i total = _mm256_add_epi16(_mm256_maddubs_epi16(first, one), _mm256_maddubs_epi16(second, one));
-    return _mm256_srli_epi16(_mm256_add_epi16(total, _mm256_set1_epi16(8)), 4);
+    const __m256i one = _mm256_set1_epi8(1), low = _mm256_set1_epi8(15);
+    __m256i hash = _mm256_mullo_epi16(states, _mm256_set1_epi16(QS_TRELLIS_FACTOR));
+    __m256i nibbles = _mm256_add_epi8(_mm256_and_si256(hash, low), _mm256_and_si256(_mm256_srli_epi16(hash, 4), low));
+    return _mm256_maddubs_epi16(nibbles, one);
 }
 
 /* Four inputs of a tile of four bits. A word of two bytes has the windows of two lanes. */

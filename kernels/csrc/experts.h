@@ -72,8 +72,10 @@ static qs_linear of_expert(const qs_linear *op, const float *input_scales, int64
     static const int32_t quarters[] = {[QS_F32] = 16, [QS_F16] = 8, [QS_BF16] = 8, [QS_U8] = 4, [QS_U4] = 2, [QS_F8] = 4};
     int64_t tiles = (op->n + QS_LANES - 1) / QS_LANES, groups = op->group ? (op->k + op->group - 1) / op->group : 0;
     qs_linear one = *op;
-    int32_t width = op->dtype == QS_TRELLIS ? op->bits : 2 * quarters[op->dtype]; /* eighths of a byte */
-    one.weight = (const uint8_t *)op->weight + e * tiles * op->k * QS_LANES / 8 * width;
+    int64_t eighths = tiles * 2 * quarters[op->dtype]; /* of the bytes of a lane */
+    if (op->dtype == QS_TRELLIS)
+        eighths = (int64_t)op->tiles * op->bits;
+    one.weight = (const uint8_t *)op->weight + e * eighths * op->k * QS_LANES / 8;
     if (op->scales)
         one.scales = (const uint8_t *)op->scales + e * tiles * groups * QS_LANES * qs_scale_bytes(op);
     if (op->zeros)

@@ -207,7 +207,7 @@ static void multiply_integers(const struct job *job, const qs_linear *op, const 
             job->kernels->decode(weight + (tile + t) * bytes, weight + op->before[tile + t] * bytes, op->k, op->bits,
                                  unpacked + t * size);
         decoded.dtype = QS_U8;
-        decoded.bits = 6; /* of QS_TRELLIS_MOST */
+        decoded.bits = 6;
         decoded.weight = unpacked - tile * size;
     }
     job->kernels->linear_int(&decoded, acts, row, end, tile, tiles, unpacked);

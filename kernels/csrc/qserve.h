@@ -22,8 +22,8 @@
 #define QS_LANES 16 /* output rows per weight tile, and tokens per KV block */
 #define QS_RING 64 /* outputs of a ring of trellis codes */
 #define QS_STATE_BITS 12
-#define QS_TRELLIS_ZERO 32
-#define QS_TRELLIS_MOST 61
+#define QS_TRELLIS_FACTOR 22929
+#define QS_TRELLIS_ZERO 30
 
 enum qs_op_kind {
     QS_EMBED = 0,
@@ -110,10 +110,10 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  * The 16 lanes of a trellis are symbols of so many bits, the first in the lowest ones. The symbols of the tile before[t]
  * (i32 [tiles]) precede those of tile t. A lane's state is its symbol behind those before it, QS_STATE_BITS in all, the
  * symbol being the highest. Its code is
- *   (b0 + b1 + b2 + b3 + 8) >> 4, b0 and b1 being the bytes of 61169 state + 76 mod 2^16, b2 and b3 those of 34039 state
- * which is at most QS_TRELLIS_MOST. Where tiles hold 64 outputs, 4 of them are a ring, whose last precedes its first.
- * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32. Those of u8, u4
- * and trellis are of scale_dtype, f32, f16 or f8 (a 256th of e4m3, without sign), and count times row_scales f32 [tile][16] (NULL for 1).
+ * the sum of the four nibbles of QS_TRELLIS_FACTOR * state mod 2^16, 0 .. 60. Four tiles that hold 64 outputs are a ring,
+ * whose last precedes its first. Behind its own a weight may have tiles that only precede others: `tiles` with those.
+ * Quantized weights have scales [tile][groups][16], each for `group` inputs, in f32. Those of u8, u4 and trellis are of
+ * scale_dtype, f32, f16 or f8 (a 256th of e4m3, without sign), and count times row_scales f32 [tile][16] (NULL for 1).
  * u8, u4 and trellis: W = (code - zero - zeros) * scale, where `zeros` are any numbers, stored as the scales are in f32 or f16, or
  * 0 where NULL. codebook (u8 [codebook_bytes][16], NULL for none; u4 only): the code stands for one of these numbers, of
  * one byte and at most 31, or of two, the low bytes first. f8: W = e4m3 * scale, and the last group may be short.
@@ -149,7 +149,7 @@ typedef struct {
     const int32_t *permutation, *before;
     const uint8_t *codebook;
     int32_t k, n, x_width, x_stride, out_stride, dtype, scale_dtype, group, act_dtype, act_span, act_group, zero,
-        codebook_bytes, bits, accumulate, centred, function, gated;
+        codebook_bytes, bits, tiles, accumulate, centred, function, gated;
     float input_scale, eps, cap;
 } qs_linear;
 

@@ -1,11 +1,11 @@
 /* Trellis codes: the state of a weight is the last QS_STATE_BITS bits of a stream, and its code a hash of that state. Part
  * of portable.h. */
 
-/* The code of a state: the bytes of two products, added; nearly Gaussian around QS_TRELLIS_ZERO. */
+/* The code of a state. Of all states, codes lie nearly as a normal distribution around QS_TRELLIS_ZERO. */
 static inline int32_t QS_NAME(trellis_code)(uint32_t state)
 {
-    uint32_t first = (state * 61169u + 76u) & 0xffffu, second = state * 34039u & 0xffffu;
-    return (int32_t)(((first & 255u) + (first >> 8) + (second & 255u) + (second >> 8) + 8u) >> 4);
+    uint32_t hash = state * QS_TRELLIS_FACTOR;
+    return (int32_t)((hash & 15) + (hash >> 4 & 15) + (hash >> 8 & 15) + (hash >> 12 & 15));
 }
 
 /* A tile of qs_linear in u8 from one of a trellis. `before` is the tile whose lanes precede. */
@@ -26,7 +26,7 @@ static void QS_NAME(decode)(const uint8_t *own, const uint8_t *before, int32_t i
 }
 
 #define STATES (1 << QS_STATE_BITS)
-#define NEAR_THE_SEAM 16 /* weights on each side of the seam by which the state there is chosen */
+#define NEAR_THE_SEAM (QS_RING / 2) /* weights on each side of the seam by which the state there is chosen */
 
 /* What the encoder works in. A path is built from states whose last symbol is in the lowest bits: then those that may
  * come before a class of states are STATES >> bits apart. */

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qserve.kernels.triton import trellis
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.prepack import Planes
 from qserve.kernels.triton.target import takes_ptx
@@ -69,15 +70,17 @@ def dequantize_kernel(
 
 def outputs_at_a_time(planes: Planes, outputs: int) -> int:
     """How many of ``outputs`` are dequantized at a time before their product: about equal parts, at most ``MOST``."""
-    width = planes.words.numel() * (16 // planes.bits) // planes.padded_n
-    parts = -(-planes.padded_n * width // MOST)
+    parts = -(-planes.padded_n * planes.blocks * planes.block_k // MOST)
     return min(outputs, -(-outputs // parts // 256) * 256) if parts > 1 else outputs
 
 
 def dequantize(planes: Planes, memory: Tensor, first: int, last: int) -> Tensor:
     """Outputs ``first`` to ``last`` as [last - first, k] in ``memory``, of the type of x."""
-    width = planes.blocks * 16 // planes.bits * planes.slice
+    width = planes.blocks * planes.block_k
     out = memory[: (last - first) * width].view(last - first, width)
+    if planes.places is not None:
+        trellis.dequantize(planes, out, first, last)
+        return out[:, : planes.k]
     at(dequantize_kernel, (planes.blocks, -(-(last - first) // CONFIG.block_n)))(
         planes.words, planes.scales, planes.scales if planes.zeros is None else planes.zeros, out,
         planes.padded_n, first, last, width,

@@ -11,14 +11,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from qserve.checkpoint.grid import TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
+from qserve.checkpoint.trellis import PackedTrellis
 from qserve.kernels import ops
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.grouped import Grouping, most_tiles, sort
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.pointwise import activation
-from qserve.kernels.triton.prepack import PAD_N, SLICES, field_bits
+from qserve.kernels.triton.prepack import PAD_N, PAD_STREAMS, SLICES, field_bits, padded_outputs
 from qserve.kernels.triton.target import Target
 from qserve.kernels.triton.weight_only import MOST_PLACES, WeightOnly
 from qserve.kernels.triton.workspace import Workspace
@@ -109,7 +111,7 @@ def _dense(weights: Iterable[Tensor | QuantizedWeight]) -> list[Tensor]:
 
 
 def _joined(weights: tuple[Tensor | QuantizedWeight, ...]) -> Tensor | QuantizedWeight:
-    """One weight, the outputs of each expert padded to a multiple of ``PAD_N``."""
+    """One weight, the outputs of each expert padded as those of a weight of its own."""
     padded = [_padded(weight) for weight in weights]
     packed = [weight for weight in padded if isinstance(weight, QuantizedWeight)]
     return concat_rows(packed) if packed else torch.cat(_dense(padded))
@@ -118,9 +120,13 @@ def _joined(weights: tuple[Tensor | QuantizedWeight, ...]) -> Tensor | Quantized
 def _padded(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
     if isinstance(weight, Tensor):
         return F.pad(weight, (0, 0, 0, -len(weight) % PAD_N))
-    more = (0, 0, 0, -weight.out_features % PAD_N)
+    more = (0, 0, 0, -weight.out_features % (PAD_STREAMS if weight.scheme.grid is TRELLIS else PAD_N))
+    if isinstance(weight.stored, PackedTrellis):
+        stored: Tensor | PackedTrellis = padded_outputs(weight.stored, weight.out_features + more[-1])
+    else:
+        stored = F.pad(weight.codes, more)
     zeros = None if weight.zeros is None else F.pad(weight.zeros, more)
-    return replace(weight, stored=F.pad(weight.codes, more), scales=F.pad(weight.scales, more), zeros=zeros)
+    return replace(weight, stored=stored, scales=F.pad(weight.scales, more), zeros=zeros)
 
 
 class PreparedExperts:
@@ -152,7 +158,10 @@ class PreparedExperts:
         choices = rows * op.experts.shape[1]
         each = -(-choices // len(self.counts))
         up, down = self.up.config_grouped(each), self.down.config_grouped(each)
-        assert up.block_m == down.block_m, "both go by the same tiles"
+        if up.block_m != down.block_m:  # of another kernel; both go by the same tiles
+            each = min(up.block_m, down.block_m)
+            up, down = self.up.config_grouped(each), self.down.config_grouped(each)
+        assert up.block_m == down.block_m
         grouping: Grouping = sort(op.experts, self.counts, self.order, self.tiles, choices, up.block_m)
         self.up.run_grouped(rows, grouping, up)
         if op.gate_up_bias is not None:

@@ -63,6 +63,7 @@ KERNELS = (
     Kernel("delta_chunks", "the gated delta rule of prompts, by chunks of 64 tokens, and its states"),
     Kernel("gated_norm", "RMSNorm of heads, times SiLU of a gate"),
     Kernel("weight_only", "products with integer weights of 2 to 8 bits (dense ones are cuBLAS's)"),
+    Kernel("trellis", "products with trellis codes of 2 to 4 bits, decoded from their streams"),
     Kernel("eight_bit", "products with weights and inputs in int8"),
     Kernel("eight_bit fp8", "products with weights and inputs in e4m3", "fp8"),
     Kernel("persistent", "8-bit products of more than 256 rows, fed by the copy engine (sm_90, sm_100)", "tma"),

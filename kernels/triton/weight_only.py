@@ -23,7 +23,7 @@ from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.grouped import NOT_GROUPED, Grouping, grouped_rows
 from qserve.kernels.triton.inputs import gather_columns
 from qserve.kernels.triton.launch import at
-from qserve.kernels.triton.prepack import PAD_N, dense_planes, planes, round_up
+from qserve.kernels.triton.prepack import PAD_N, PAD_STREAMS, dense_planes, planes, round_up
 from qserve.kernels.triton.target import Target, takes_ptx, target
 from qserve.kernels.triton.tuning.configs import BUCKETS, SPLIT_ROWS, Config, bucket_of, resolve
 from qserve.kernels.triton.tuning.tuned import choose, left_out
@@ -38,8 +38,8 @@ MOST_PLACES = 2**31 - 2**24
 
 @triton.jit(do_not_specialize=["rows", "blocks", "splits"])
 def weight_only_kernel(
-    x, weight, before, scales, zeros, bias, out, partial, arrived, tiles, order,
-    rows, n, k, stride_x, stride_out, padded_n, block_rows, blocks, splits,
+    x, weight, scales, zeros, bias, out, partial, arrived, tiles, order,
+    rows, n, k, stride_x, stride_out, padded_n, blocks, splits,
     ZERO: tl.constexpr, BITS: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
@@ -47,8 +47,7 @@ def weight_only_kernel(
 ):  # fmt: skip
     """out [rows, n] = x [rows, k] times weight [n, k] transposed.
 
-    weight  int16 [blocks, block_rows, SLICE], a row to an output
-    before  None, or of a trellis of BITS the tile that precedes each: ``trellis``, whose words ``weight`` has then
+    weight  int16 [blocks, padded_n, SLICE]
     scales  by group of GROUP inputs (0: all) and output; in words of 32 bits, so that they are copied asynchronously.
             SCALES "pairs": float16, two groups to a word; "zeros": float16 below and the zero point above, in the
             type of x; "float": float32, with ``zeros`` float32 where ZERO is -1
@@ -57,8 +56,7 @@ def weight_only_kernel(
     EACH > 0: the weights of all experts, EACH outputs of each; ``grouped_rows`` says which rows are whose
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
-    BLOCK_K: tl.constexpr = SLICE if before is not None else 16 // BITS * SLICE
-    FIELD: tl.constexpr = 8 if before is not None else BITS
+    BLOCK_K: tl.constexpr = 16 // BITS * SLICE
     PRECISION: tl.constexpr = "tf32x3" if PTX else "ieee"
     # The inputs summed before a scale is due: a group, or the block where a group is wider.
     SUM: tl.constexpr = BLOCK_K if (GROUP == 0) or (GROUP > BLOCK_K) else GROUP
@@ -75,12 +73,7 @@ def weight_only_kernel(
         ms = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
         x_rows = ms
         w_begin = 0
-    first_n = (tile // tiles_m) * BLOCK_N
-    if before is not None:
-        ns = first_n + trellis.outputs(BLOCK_N)
-        first_row, then_row, begin = trellis.rows(before, w_begin + first_n, BLOCK_N, BITS)
-    else:
-        ns = first_n + tl.arange(0, BLOCK_N)
+    ns = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_ns = w_begin + ns
     ks = tl.arange(0, SLICE)
     first = split * blocks // splits
@@ -88,26 +81,16 @@ def weight_only_kernel(
     seen = ms < rows
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        if before is not None:
-            w_at, w_then, begin = first_row[:, None] * SLICE + ks[None, :], then_row[:, None] * SLICE + ks[None, :], begin[:, None]
-        else:
-            w_at = w_ns[:, None] * SLICE + ks[None, :]
+        w_at = w_ns[:, None] * SLICE + ks[None, :]
         x_at = x_rows[None, :] * stride_x + ks[:, None]
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if before is not None:
-            w_at, w_then, begin = first_row[None, :] * SLICE + ks[:, None], then_row[None, :] * SLICE + ks[:, None], begin[None, :]
-        else:
-            w_at = w_ns[None, :] * SLICE + ks[:, None]
+        w_at = w_ns[None, :] * SLICE + ks[:, None]
         x_at = x_rows[:, None] * stride_x + ks[None, :]
     if GROUP == 0 and ZERO == -1:
         zero_n = tl.load(zeros + w_ns).to(DTYPE)
     for block in tl.range(first, last, num_stages=STAGES):
-        at_block = weight + block * (block_rows * SLICE)
-        if before is not None:
-            word = trellis.codes(at_block, w_at, w_then, begin, BITS, SLICE, SWAP)
-        else:
-            word = tl.load(at_block + w_at)
+        word = tl.load(weight + block * (padded_n * SLICE) + w_at)
         for part in tl.static_range(BLOCK_K // SUM):
             if GROUP != 0:
                 group = (block * BLOCK_K + part * SUM) // GROUP
@@ -140,7 +123,7 @@ def weight_only_kernel(
                 elif ZERO == -2:
                     slice_w = e2m1(word, part * (SUM // SLICE) + step, DTYPE)
                 else:
-                    slice_w = unpack(word, zero, part * (SUM // SLICE) + step, FIELD, DTYPE, PTX)
+                    slice_w = unpack(word, zero, part * (SUM // SLICE) + step, BITS, DTYPE, PTX)
                 if SWAP:
                     acc = tl.dot(slice_w, slice_x, acc, input_precision=PRECISION)
                 else:
@@ -222,20 +205,28 @@ class WeightOnly:
     def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """If ``batch_invariant``: the same instruction, order and parts of K for every number of rows."""
         held = self.planes
+        fewest = dequantize.FEWEST_ROWS if held.places is None else trellis.fewest_rows(gpu)
 
         def usual(rows: int) -> Config:
-            if self.dequantizes and rows >= dequantize.FEWEST_ROWS and not batch_invariant:
+            if self.dequantizes and rows >= fewest and not batch_invariant:
                 return dequantize.CONFIG
-            return default(rows, held.bits, held.group, gpu, batch_invariant)
+            return self._default(rows, gpu, batch_invariant)
 
         if batch_invariant:
-            outputs = held.padded_n if self.op.whole is None else round_up(self.op.whole, PAD_N)
+            multiple = PAD_N if held.places is None else PAD_STREAMS
+            outputs = held.padded_n if self.op.whole is None else round_up(self.op.whole, multiple)
             least = resolve(usual(1), 1, outputs, held.blocks, gpu.sms)
             return replace(usual(min(rows, 32)), splits=least.splits)
         dtype = str(self.op.x.dtype).removeprefix("torch.")
-        self.key = f"weight_only {dtype} bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
+        kernel = "weight_only" if held.places is None else "trellis"
+        self.key = f"{kernel} {dtype} bits={held.bits} group={held.group} {held.scales_kind} n={self.n} k={held.k}"
         found = choose(self.key, rows, gpu, usual, self.fits)
         return resolve(found, rows, held.padded_n, held.blocks, gpu.sms)
+
+    @property
+    def swaps(self) -> bool:
+        """Whether a configuration may swap the sides of the product."""
+        return self.planes.places is None
 
     def for_many(self) -> list[Config]:
         """Other configurations that may compute many rows here."""
@@ -243,6 +234,8 @@ class WeightOnly:
 
     def fits(self, config: Config) -> bool:
         """Whether this product can use ``config``."""
+        if config.swap and not self.swaps:
+            return False
         return self.padded_n % config.block_n == 0 and (config.kernel == "tiles" or config in self.for_many())
 
     def run(self, rows: int) -> None:
@@ -261,8 +254,12 @@ class WeightOnly:
     def config_grouped(self, rows: int) -> Config:
         """For about ``rows`` rows of an expert."""
         most = 32 if self.invariant else 64
-        held = self.planes
-        return replace(default(min(rows, most), held.bits, held.group, self.gpu, self.invariant), splits=1)
+        return replace(self._default(min(rows, most), self.gpu, self.invariant), splits=1)
+
+    def _default(self, rows: int, gpu: Target, invariant: bool) -> Config:
+        if self.planes.places is not None:
+            return trellis.default(rows, gpu, invariant)
+        return default(rows, self.planes.bits, self.planes.group, gpu, invariant)
 
     def run_grouped(self, rows: int, grouping: Grouping, config: Config) -> None:
         """The ``rows`` of x for the experts that ``grouping`` names."""
@@ -271,8 +268,7 @@ class WeightOnly:
     def _dequantized(self) -> Tensor:
         """Memory for the part of a weight that is dequantized at a time."""
         held = self.planes
-        width = held.blocks * 16 // held.bits * held.slice
-        elements = dequantize.outputs_at_a_time(held, self.n) * width
+        elements = dequantize.outputs_at_a_time(held, self.n) * held.blocks * held.block_k
         return self.memory.take("dequantized", elements, self.op.x.dtype)
 
     def _multiply_dequantized(self, x: Tensor) -> None:
@@ -296,13 +292,22 @@ class WeightOnly:
         else:
             tiles = grouping.most * -(-self.n // config.block_n)
             memory, kind = (None, None, grouping.tiles, grouping.order), grouping.constants(self.each)
+        constants: dict[str, object] = {
+            "BITS": held.bits, "SLICE": held.slice, "GROUP": held.group, "HAS_BIAS": self.bias is not None,
+            "ACCUMULATE": self.op.accumulate, "EVEN_K": held.k == held.blocks * held.block_k,
+            "SPLIT": config.splits > 1, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.stages,
+            "PTX": takes_ptx(x.device), **kind, "num_warps": config.warps, "num_stages": config.stages,
+        }  # fmt: skip
+        bias, strides = out if self.bias is None else self.bias, (x.stride(0), out.stride(0))
+        if held.places is not None:
+            at(trellis.trellis_kernel, (tiles, config.splits))(
+                x, held.words, held.places, held.scales, bias, out, *memory,
+                rows, self.n, held.k, *strides, held.padded_n, held.words.shape[1], held.blocks, config.splits,
+                **constants,
+            )  # fmt: skip
+            return
         at(weight_only_kernel, (tiles, config.splits))(
-            x, held.words, held.scales, held.scales if held.zeros is None else held.zeros,
-            out if self.bias is None else self.bias, out, *memory,
-            rows, self.n, held.k, x.stride(0), out.stride(0), held.padded_n, held.blocks, config.splits,
-            ZERO=held.zero, BITS=held.bits, SLICE=held.slice, GROUP=held.group, SCALES=held.scales_kind,
-            HAS_BIAS=self.bias is not None, ACCUMULATE=self.op.accumulate,
-            EVEN_K=held.k == held.blocks * 16 // held.bits * held.slice, SWAP=config.swap, SPLIT=config.splits > 1,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.stages, PTX=takes_ptx(x.device),
-            **kind, num_warps=config.warps, num_stages=config.stages,
+            x, held.words, held.scales, held.scales if held.zeros is None else held.zeros, bias, out, *memory,
+            rows, self.n, held.k, *strides, held.padded_n, held.blocks, config.splits,
+            ZERO=held.zero, SCALES=held.scales_kind, SWAP=config.swap, **constants,
         )  # fmt: skip

@@ -36,8 +36,8 @@ USUAL = replace(SCHEME, group_size=64)
 
 
 def hashed(state: int) -> int:
-    first, second = (61169 * state + 76) % 65536, 34039 * state % 65536
-    return (first % 256 + first // 256 + second % 256 + second // 256 + 8) >> 4
+    product = 22929 * state % 65536
+    return sum(product // 16**place % 16 for place in range(4))
 
 
 def code_of(streams: Tensor, bits: int, output: int, inp: int) -> int:
@@ -63,10 +63,11 @@ def test_a_weight_is_the_hash_of_the_bits_before_it(bits: int, out: int, inp: in
     assert torch.equal(packed.unpack(), codes_of(packed))
 
 
-def test_all_codes_occur_and_none_is_above_the_most() -> None:
-    codes = {hashed(state) for state in range(4096)}
-    assert (min(codes), max(codes)) == (3, SCHEME.max_code)
-    assert SCHEME.grid.largest == max(abs(code - SCHEME.zero) for code in codes)
+def test_no_state_has_a_code_that_its_grid_lacks() -> None:
+    codes = torch.tensor([hashed(state) for state in range(4096)], dtype=torch.uint8)
+    numbers = SCHEME.grid.numbers(codes)
+    assert int(codes.max()) <= SCHEME.max_code and float(numbers.abs().max()) <= SCHEME.grid.largest
+    assert torch.equal(numbers, codes.float() - SCHEME.zero) and abs(float(numbers.mean())) < 0.5
 
 
 @given(data=st.data(), bits=BITS)
@@ -95,10 +96,10 @@ def streamed(packed: Tensor | Packed) -> PackedTrellis:
 
 
 @given(data=st.data(), bits=BITS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_tiles_that_are_joined_and_chosen_stay_streams(data: st.DataObject, bits: int) -> None:
     """And each of them finds the tile before it, by which alone a kernel can decode it."""
-    inp = data.draw(st.sampled_from([4, 8, 24]))
+    inp = data.draw(st.sampled_from([4, 8]))
     sizes = [16 * size for size in data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))]
     sizes[-1] -= data.draw(st.integers(0, 15))
     parts: list[Tensor | Packed] = [make_streams(out, inp, bits, seed) for seed, out in enumerate(sizes)]
@@ -189,7 +190,8 @@ def test_outputs_and_inputs_of_weights(bits: int, group: int) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("out", [16, 64, 100])
 def test_a_weight_survives_its_parts(bits: int, group: int, out: int) -> None:
-    weight = replace(make_weight(out, 96, WeightScheme(bits, group, dtype="trellis")), bias=torch.ones(out))
+    weight = make_weight(out, 96, WeightScheme(bits, group, dtype="trellis"))
+    weight = replace(weight, scales=weight.scales.half().float(), bias=torch.ones(out))
     parts = FORMAT.pack(weight)
     assert parts["weight_packed"].shape == (-(-out // 64) * 4, 96, 2 * bits)
     shapes = {name: tuple(part.shape) for name, part in parts.items()}
@@ -197,6 +199,8 @@ def test_a_weight_survives_its_parts(bits: int, group: int, out: int) -> None:
     again = FORMAT.unpack(parts, weight.scheme)
     assert torch.equal(streamed(again.stored).streams, streamed(weight.stored).streams)
     assert again.stored.shape == (out, 96) and torch.equal(again.scales, weight.scales) and again.bias is not None
+    stored = 8 * (parts["weight_packed"].nbytes + parts["weight_scale"].nbytes)
+    assert out % 64 or stored == weight.scheme.storage_bits(out, 96, symmetric_zeros=False)
 
 
 @pytest.mark.parametrize("spoil", [
@@ -313,7 +317,7 @@ def test_scales_that_outputs_share_are_read_and_not_written(changes: dict[str, A
     parts = {"weight_packed": packed.streams, "weight_shape": size, "weight_scale": scales.view(-1)[:1]}
     found = FORMAT.unpack(parts if rows == -1 else parts | {"weight_scale": scales}, spec.weights)
     spread = scales.repeat_interleave(100 if rows == -1 else 64, 0)[:100].repeat_interleave(24 if group == -1 else 8, 1)
-    assert torch.equal(found.dequantize(), (codes_of(packed).float() - 32) * spread)
+    assert torch.equal(found.dequantize(), (codes_of(packed).float() - 30) * spread)
     with pytest.raises(UsageError, match="cannot say"):
         FORMAT.config_of(spec)
 

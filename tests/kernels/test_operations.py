@@ -68,6 +68,9 @@ NF4 = st.builds(WeightScheme, st.just(4), st.sampled_from([-1, 8, 24, 64]), dtyp
 HQQ = st.builds(
     WeightScheme, st.sampled_from(AFFINE.bits), st.sampled_from([-1, 8, 24, 64, 128]), st.just(False), st.just("hqq")
 )
+TRELLIS = st.builds(
+    WeightScheme, st.sampled_from([2, 3, 4]), st.sampled_from([-1, 8, 24, 32, 64, 128]), dtype=st.just("trellis")
+)
 DENSE = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 SUM = 2e-5
 """The error of a sum in float32, for terms of magnitude one, of some hundreds of them in any order."""
@@ -190,12 +193,13 @@ class Product:
 @st.composite
 def products(draw: st.DrawFn) -> Product:
     rows, out, inp = draw(st.integers(1, 70)), draw(st.integers(1, 150)), draw(st.integers(1, 300))
-    kind = draw(st.sampled_from(["int", "int", "fp4", "nf4", "hqq", "fp8", "dense"]))
+    kind = draw(st.sampled_from(["int", "int", "fp4", "nf4", "hqq", "trellis", "fp8", "dense"]))
     weight: Tensor | QuantizedWeight
     if kind == "dense":
         weight = torch.randn(out, inp, generator=torch.Generator().manual_seed(inp)).to(draw(DENSE))
     else:
-        scheme = draw({"int": INTEGERS, "fp4": FP4, "nf4": NF4, "hqq": HQQ, "fp8": FP8}[kind])
+        kinds = {"int": INTEGERS, "fp4": FP4, "nf4": NF4, "hqq": HQQ, "trellis": TRELLIS, "fp8": FP8}
+        scheme = draw(kinds[kind])
         ordered = scheme.group_size == -1 or inp % scheme.group_size != 0 or draw(st.booleans())
         weight = make_weight(out, inp, scheme, draw(st.sampled_from(ACTIVATIONS)), shuffled=not ordered)
     x = draw(matrices(rows, inp))

@@ -16,7 +16,7 @@ from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.checkpoint.trellis import LANES, PackedTrellis
 from qserve.kernels import native
 from qserve.kernels.fusion import alternating, fuse
-from qserve.kernels.ops import Activation, Experts, Function, Linear, RMSNorm
+from qserve.kernels.ops import Activation, Experts, Function, Linear, Op, RMSNorm
 from qserve.kernels.prepack import int_tiles, tile_bytes
 from qserve.kernels.reference import ReferenceExecutor
 from tests.kernels.quantized_weights import make_weight
@@ -116,13 +116,13 @@ def test_gates_and_their_factors_alternate(bits: int, width: int) -> None:
                 outs = [torch.empty(rows, width) for _ in range(3)]
                 for out, each, together in zip(outs, (weight, weight, in_bytes(weight)), (False, True, True)):
                     normed, between = torch.empty(rows, inp), torch.empty(rows, 2 * width)
-                    ops = [
+                    ops: list[Op] = [
                         RMSNorm(x, scale, normed, 1e-5), Linear(normed, each, between, bias),
                         Activation(between, out, function, gated=True),
                     ]  # fmt: skip
                     assert len(fuse(ops)) == 1
                     for some in [ops] if together else [[op] for op in ops]:
-                        run(executor(isa), [*some], make_step(rows))
+                        run(executor(isa), some, make_step(rows))
                 assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2]), (isa, function)
 
 

@@ -608,6 +608,7 @@ def test_linears_outside_the_blocks_are_named_as_kept(llama, tmp_path, options):
         dict(embedding_bits=6, scheme="fp8"),
         dict(format="awq", symmetric=False, method="awq"), dict(scheme="Q4_K_M"), dict(format="gguf"),
         dict(scheme="Q4_K_M", method="yaqa"), dict(symmetric=False, method="yaqa", effort="fast"),
+        dict(scheme="trellis", bits=2),
     ],
     ids=str,
 )

@@ -44,7 +44,8 @@ def rows_of(bucket: int, product: Tunable) -> int:
 def weight_bytes(product: Tunable) -> int:
     """Bytes of its weight that one product must read."""
     if isinstance(product, WeightOnly):
-        tensors = [product.planes.words, product.planes.scales, product.planes.zeros]
+        held = product.planes
+        tensors = [held.words, held.scales, held.zeros, held.places]
     else:
         tensors = [product.weight, product.scales]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
@@ -52,7 +53,7 @@ def weight_bytes(product: Tunable) -> int:
 
 def candidates(product: Tunable, rows: int) -> list[Config]:
     """Configurations worth timing; the product's current one comes first."""
-    swaps = (False, True) if isinstance(product, WeightOnly) else (False,)
+    swaps = (False, True) if isinstance(product, WeightOnly) and product.swaps else (False,)
     blocks = product.planes.blocks if isinstance(product, WeightOnly) else product.blocks
     sms = target(product.op.x.device).sms
     tiles = [(16, n, w) for n, w in ((64, 4), (128, 4), (128, 8), (256, 8))] if rows <= 16 else []

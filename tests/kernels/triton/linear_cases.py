@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from qserve.kernels.triton import dequantize, eight_bit, persistent, weight_only
+from qserve.kernels.triton import dequantize, eight_bit, persistent, trellis, weight_only
 from qserve.kernels.triton.grouped import NOT_GROUPED
 from qserve.kernels.triton.inputs import (
     gather_columns_kernel,
@@ -70,6 +70,36 @@ def weight_only_case(
     return _case(weight_only.weight_only_kernel, signature, constexprs | PLAIN, gpu, config)
 
 
+def trellis_case(
+    gpu: Target, rows: int, bits: int, group: int = 64, dtype: str = "bf16", even_k: bool = True,
+    accumulate: bool = False, config: Config | None = None,
+) -> Case:  # fmt: skip
+    config = config or trellis.default(rows, gpu)
+    signature = {
+        "x": "*" + dtype, "words": "*i16", "places": "*i32", "scales": "*fp32", "bias": "*" + dtype, "out": "*" + dtype,
+        "partial": "*fp32", "arrived": "*i32", "rows": "i32", "n": "i32", "k": "i32", "stride_x": "i32",
+        "stride_out": "i32", "padded_n": "i32", "block_rows": "i32", "blocks": "i32", "splits": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "BITS": bits, "SLICE": _shape(group or 4096, 32 if group else 1, 4096, 1)[0], "GROUP": group, "HAS_BIAS": False,
+        "ACCUMULATE": accumulate, "EVEN_K": even_k, "SPLIT": config.splits != 1, "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n, "STAGES": config.stages, "PTX": "ptx" in gpu.features,
+    }  # fmt: skip
+    return _case(trellis.trellis_kernel, signature, constexprs | PLAIN, gpu, config)
+
+
+def dequantize_trellis_case(gpu: Target, bits: int, group: int = 64, dtype: str = "bf16") -> Case:
+    signature = {
+        "words": "*i16", "places": "*i32", "scales": "*fp32", "out": "*" + dtype, "padded_n": "i32",
+        "block_rows": "i32", "first": "i32", "last": "i32", "stride_out": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "BITS": bits, "SLICE": _shape(group or 4096, 32 if group else 1, 4096, 1)[0], "GROUP": group, "BLOCK_N": 256,
+        "PTX": "ptx" in gpu.features,
+    }  # fmt: skip
+    return _case(trellis.dequantize_trellis_kernel, signature, constexprs, gpu, dequantize.CONFIG)
+
+
 def eight_bit_case(
     gpu: Target, rows: int, kind: str, group: int = 0, x_group: int = 0, out: str = "fp16",
     config: Config | None = None,
@@ -105,6 +135,7 @@ def expert_cases(gpu: Target, rows: int) -> dict[str, Case]:
     made = {
         "w4a16": weight_only_case(gpu, rows, dtype="bf16"),
         "dense": weight_only_case(gpu, rows, 16, 0, "float", "bf16"),
+        "trellis": trellis_case(gpu, rows, 3),
         "int8": eight_bit_case(gpu, rows, "i8", out="bf16"),
     }  # fmt: skip
     if "fp8" in gpu.features:
@@ -207,6 +238,9 @@ def cases_of(gpu: Target) -> dict[str, Case]:
         made = persistent.default(MANY, 256, grouped=False)
         found[f"persistent channel {gpu.architecture}"] = persistent_case(gpu, made, "fp8e4nv")
     found[f"dequantize {gpu.architecture}"] = dequantize_case(gpu)
+    for bits in (2, 3, 4):
+        found[f"trellis few {bits} bits {gpu.architecture}"] = trellis_case(gpu, FEW, bits)
+    found[f"trellis dequantize {gpu.architecture}"] = dequantize_trellis_case(gpu, 3)
     return found | input_cases(gpu)
 
 
@@ -230,6 +264,7 @@ def cases() -> dict[str, Case]:
     found["persistent small sm_90"] = persistent_case(described("sm_90"), small, "fp8e4nv", out="fp32", accumulate=True)
     few = expert_cases(described("sm_90"), 16)
     found |= {name: few[name] for name in ("experts w4a16 up rows 16 sm_90", "experts dense down rows 16 sm_90")}
+    found["trellis many 4 bits sm_90"] = trellis_case(described("sm_90"), 64, 4)
     found["w8a16 few sm_80"] = weight_only_case(described("sm_80"), FEW, bits=8, group=64)
     return found
 
@@ -252,6 +287,10 @@ def tuned_cases(folder: Path = DATA) -> dict[str, Case]:
                         found[f"{name} {kind}"] = weight_only_case(
                             gpu, 0, bits, group, kind, TYPES[dtype], accumulate=True, config=config
                         )
+                elif kernel == "trellis" and config.kernel == "tiles":
+                    found[name] = trellis_case(
+                        gpu, 0, int(named["bits"]), int(named["group"]), TYPES[dtype], accumulate=True, config=config
+                    )
                 elif kernel == "eight_bit":
                     group, x_group = map(int, named["group"].split(","))
                     if config.kernel == "persistent":
@@ -283,6 +322,14 @@ def every_case() -> dict[str, Case]:
             found[f"w{bits}a16 g{group} {kind} invariant rows 32 {gpu.architecture}"] = weight_only_case(
                 gpu, 32, bits, group, kind, "bf16", even_k=False, accumulate=True, config=config
             )
+        for rows, bits, group in product((16, 64), (2, 3, 4), (128, 64, 32, 16, 0)):
+            if rows == 16 or trellis.default(rows, gpu) != trellis.default(16, gpu):
+                for dtype, even_k in (("fp16", True), ("bf16", False)):
+                    name = f"trellis {bits} bits g{group} {dtype}{' even' * even_k} rows {rows} {gpu.architecture}"
+                    found[name] = trellis_case(gpu, rows, bits, group, dtype, even_k, accumulate=True)
+        for dtype, bits, group in product(("fp16", "bf16"), (2, 3, 4), (64, 32, 0)):
+            name = f"trellis dequantize {bits} bits g{group} {dtype} {gpu.architecture}"
+            found[name] = dequantize_trellis_case(gpu, bits, group, dtype)
         if persistent.runs(gpu):
             found |= persistent_cases(gpu)
         kinds = ((4, 128, "pairs"), (4, 32, "pairs"), (4, 128, "zeros"), (4, 0, "both"), (8, 128, "zeros"),

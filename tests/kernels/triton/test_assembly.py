@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from qserve.kernels.triton import target, unpack
+from qserve.checkpoint.trellis import codes_of_states
+from qserve.kernels.triton import target, trellis, unpack
 
 pytestmark = pytest.mark.skipif(not target.is_interpreted(), reason="on a GPU the kernels' own tests run it")
 
@@ -33,12 +35,21 @@ def assembly(shift: int, mask: int, magic: int) -> str:
     return found[0]
 
 
-def execute(program: str, register: int) -> int:
-    """$0 from $1 of a block of ``shr.b32`` and ``lop3.b32`` (PTX ISA, 9.7.8)."""
-    registers = {"$1": register}
+TWO_OPERANDS = {"and.b32": operator.and_, "add.u32": operator.add, "mul.lo.u32": operator.mul}
+
+
+def execute(program: str, *inputs: int) -> int:
+    """$0 from $1 and so on, of a block of a few instructions (PTX ISA, 9.7.1 and 9.7.8)."""
+    registers = {f"${at}": value for at, value in enumerate(inputs, 1)}
     for line in program.strip("{} ").split(";"):
         if (words := re.split(r"[ ,]+", line.strip())) and words[0] == "shr.b32":
             registers[words[1]] = registers[words[2]] >> int(words[3])
+        elif words[0] in TWO_OPERANDS:
+            a, b = (registers[word] if word in registers else int(word, 0) for word in words[2:4])
+            registers[words[1]] = TWO_OPERANDS[words[0]](a, b) % (1 << 32)
+        elif words[0] == "prmt.b32":
+            assert words[4] == "0x5410"
+            registers[words[1]] = registers[words[2]] & 0xFFFF | (registers[words[3]] & 0xFFFF) << 16
         elif words[0] == "lop3.b32":
             a, b, c = (registers[word] if word in registers else int(word) for word in words[2:5])
             table = int(words[5], 16)
@@ -64,6 +75,15 @@ def test_two_words_are_unpacked_at_once(shift: int, mask: int, magic: int) -> No
         low, high = word & 0xFFFF, word >> 16
         wanted = ((low >> shift) & mask | magic) | (((high >> shift) & mask | magic) << 16)
         assert execute(program, word) == wanted
+
+
+def test_two_windows_are_hashed_at_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = codes_of_states(torch.arange(1 << 12, dtype=torch.int32)).tolist()
+    for state, code in enumerate(codes):
+        above, other = torch.randint(0, 1 << 20, (2,), generator=generator).tolist()
+        made = execute(trellis._CODES.value, above << 12 | state, other)
+        assert made & 0xFF00FF == code | codes[other & 0xFFF] << 16
 
 
 NAMES = {tl.float16: "float16", tl.bfloat16: "bfloat16"}

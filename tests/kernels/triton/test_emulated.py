@@ -26,7 +26,7 @@ FEWER = {
 }
 """Of those, what is compiled differently for an older GPU."""
 PARTS = (
-    ("gpu_linear", "linear", "many_rows", "rounded_rows"),
+    ("gpu_linear", "linear", "many_rows", "rounded_rows", "trellis"),
     ("gpu_engine", "gpu_delta", "packed_bytes", "engine_kernels", "row_kernels", "expert_kernels"),
 )
 

@@ -90,6 +90,7 @@ SCHEMES: dict[str, tuple[WeightScheme, ActivationScheme | None]] = {
     "4-bit-asymmetric": (WeightScheme(4, 32, symmetric=False), None),
     "fp4": (WeightScheme(4, 32, dtype="fp4"), None),
     "8-bit": (WeightScheme(8, -1), None),
+    "trellis": (WeightScheme(3, 16, dtype="trellis"), None),
     "int8": (WeightScheme(8, -1), ActivationScheme("int8")),
     "int8-groups": (WeightScheme(4, 32), ActivationScheme("int8", "group", group_size=32)),
     "fp8": (WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8")),
@@ -100,9 +101,9 @@ def weights_of(kind: str, out: int, inp: int) -> tuple[Tensor | QuantizedWeight,
     if kind == "dense":
         return tuple((0.2 * torch.randn(COUNT, out, inp)).half())
     scheme, activations = SCHEMES[kind]
-    weight = make_weight(out, inp, scheme, activations)
-    scales = weight.scales * (0.1 / weight.dequantize().std())  # so that float16 holds what comes of it
-    return tuple(replace(weight, scales=(scales * (1 + e)).half().float()) for e in range(COUNT))
+    made = [make_weight(out, inp, scheme, activations, seed=e) for e in range(COUNT)]
+    scales = made[0].scales * (0.1 / made[0].dequantize().std())  # so that float16 holds what comes of it
+    return tuple(replace(weight, scales=(scales * (1 + e)).half().float()) for e, weight in enumerate(made))
 
 
 def experts_op(kind: str, rows: int, top_k: int, dtype: torch.dtype = torch.float32) -> Experts:
@@ -133,10 +134,20 @@ def test_experts_in_fp4_with_biases_are_those_of_the_reference(rows: int) -> Non
     torch.testing.assert_close(op.out, want.out, rtol=0, atol=1e-5 * float(want.out.abs().max()))
 
 
+def test_projections_of_experts_may_differ_in_their_tiles() -> None:
+    """Both go by the smaller."""
+    op, other = experts_op("trellis", 40, 3), experts_op("4-bit", 40, 3)
+    op = replace(op, down=other.down)
+    want = replace(op, out=op.out.clone())
+    run_on(ReferenceExecutor(), [want], make_step(40))
+    run_on(triton_executor(), [op], make_step(40))
+    torch.testing.assert_close(op.out, want.out, rtol=0, atol=1e-5 * float(want.out.abs().max()))
+
+
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "4-bit-asymmetric", "8-bit", "int8-groups")]
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("dense", 1), ("int8", 1), ("4-bit", 37)])
+@pytest.mark.parametrize(("kind", "rows"), [("dense", 1), ("int8", 1), ("4-bit", 37), ("trellis", 21)])
 def test_experts_are_those_of_the_reference(kind: str, rows: int) -> None:
     op = experts_op(kind, rows, 3)
     want = replace(op, out=op.out.clone())

@@ -16,6 +16,7 @@ from qserve.kernels import ops, reference
 from qserve.kernels.triton import linear
 from qserve.kernels.triton.target import is_interpreted, target
 from qserve.kernels.triton.workspace import Workspace
+from tests.kernels.quantized_weights import make_weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(is_interpreted(), reason="no GPU is visible")]
@@ -29,6 +30,7 @@ SCHEMES = [
     *[(WeightScheme(bits, group, symmetric), None)
       for bits, group in ((4, 128), (4, 64), (4, 32), (4, -1), (3, 128), (2, 64), (8, 128), (8, 32), (8, -1))
       for symmetric in (True, False)],
+    *[(WeightScheme(bits, group, dtype="trellis"), None) for bits, group in ((2, 128), (3, 64), (4, 32), (3, -1))],
     (WeightScheme(8, -1), INT8),
     (WeightScheme(8, 128), INT8),
     (WeightScheme(8, -1), ActivationScheme("int8", "tensor", dynamic=False)),
@@ -43,6 +45,8 @@ def weight_of(scheme: WeightScheme, activations: ActivationScheme | None, out: i
     groups, height = scheme.groups(inp), scheme.row_height(out)
     scales = (torch.rand(-(-out // height), groups) * 0.02 + 0.001).half().float()
     codes = torch.randint(0, scheme.max_code + 1, (out, inp)).to(torch.uint8)
+    if scheme.dtype == "trellis":
+        return replace(make_weight(out, inp, scheme), scales=scales)
     if scheme.dtype == "fp8":
         codes = (torch.randn(out, inp) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     zeros = None if scheme.symmetric else torch.randint(0, scheme.max_code + 1, (out, groups)).to(torch.uint8)

@@ -42,7 +42,7 @@ def compiled():  # type: ignore[no-untyped-def]
 
 def test_nothing_spills_and_shared_memory_suffices(compiled) -> None:  # type: ignore[no-untyped-def]
     assert {name.split()[0] for name in compiled} >= {
-        "w4a16", "w8a16", "int8", "fp8", "persistent", "dequantize", "gather_columns", "experts",
+        "w4a16", "w8a16", "int8", "fp8", "persistent", "dequantize", "gather_columns", "experts", "trellis",
     }  # fmt: skip
     for name, made in compiled.items():
         check(name, made)
@@ -51,7 +51,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled) -> None:  # type: i
 def test_products_load_asynchronously(compiled) -> None:  # type: ignore[no-untyped-def]
     """Everything that the loop reads is copied ahead: weights, inputs and scales."""
     for name, made in compiled.items():
-        if name.startswith(("w4", "w8", "int8", "fp8", "experts")):
+        if name.startswith(("w4", "w8", "int8", "fp8", "experts", "trellis few")):
             assert "async_copy_global_to_local" in made.ttgir and "cp.async" in made.ptx, name
             assert "LDGSTS" in opcodes(made), name
             body = loop(made)
@@ -85,6 +85,18 @@ def test_words_are_unpacked_where_they_are_multiplied(compiled) -> None:  # type
             assert not any(re.search(r"\bSTS", line) for line in body), name
             # A field of bfloat16 is a subnormal number until one fused multiply-add has made it a weight.
             assert not re.search(r"ftz\S*bf16|HFMA2\S*FTZ", made.ptx + made.sass), name
+
+
+def test_streams_are_decoded_where_they_are_multiplied(compiled) -> None:  # type: ignore[no-untyped-def]
+    """Words reach the operands of the matrix unit as numbers would, nothing is shuffled or decoded twice, and a weight
+    takes some nine instructions."""
+    for name, made in compiled.items():
+        if name.startswith("trellis few"):
+            body = loop(made)
+            weights = 256 * 64 / 128  # a block of 256 outputs and 64 inputs, of 128 threads
+            assert len(body) / weights < 9.5, name
+            assert sum("MMA" in line for line in body) == weights / 4, name
+            assert not any(re.search(r"\b(STS|SHFL)", line) for line in body), name
 
 
 def test_the_persistent_product_is_fed_by_the_copy_engine(compiled) -> None:  # type: ignore[no-untyped-def]

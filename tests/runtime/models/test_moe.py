@@ -257,12 +257,19 @@ def quantize(path: Path, scheme: WeightScheme, form: str, *, odd: str = "") -> N
 
 
 @pytest.mark.parametrize(
-    ("case", "form"), [("mixtral", "gptq"), ("qwen2_moe", "compressed-tensors"), ("glm4_moe", "awq")]
-)
-def test_quantized_logits_are_those_of_transformers(case: str, form: str, tmp_path: Path) -> None:
+    ("case", "form", "scheme"),
+    [
+        ("mixtral", "gptq", WeightScheme(4, 16)), ("qwen2_moe", "compressed-tensors", WeightScheme(4, 16)),
+        ("glm4_moe", "awq", WeightScheme(4, 16, symmetric=False)),
+        ("mixtral", "compressed-tensors", WeightScheme(4, 16, dtype="trellis")),
+    ],
+)  # fmt: skip
+def test_quantized_logits_are_those_of_transformers(
+    case: str, form: str, scheme: WeightScheme, tmp_path: Path
+) -> None:
     """With the weights as they were rounded. The native products round their inputs too."""
     make(case).save_pretrained(tmp_path)
-    quantize(tmp_path, WeightScheme(4, 16, symmetric=form != "awq"), form)
+    quantize(tmp_path, scheme, form)
     want = logits(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval())
     got = run_chunks(decoder(tmp_path / "quantized"), tokens().tolist(), [40])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -107,9 +107,12 @@ def test_experts(case: str, tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path, 2, threads=2), want)
 
 
-def test_quantized_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scheme", "form"), [
+    (WeightScheme(4, 16), "gptq"), (WeightScheme(3, 16, dtype="trellis"), "compressed-tensors"),
+])  # fmt: skip
+def test_quantized_experts(scheme: WeightScheme, form: str, tmp_path: Path) -> None:
     test_moe.make("mixtral").save_pretrained(tmp_path)
-    test_moe.quantize(tmp_path, WeightScheme(4, 16), "gptq")
+    test_moe.quantize(tmp_path, scheme, form)
     want = logits(tmp_path / "quantized", 1)
     assert torch.equal(logits(tmp_path / "quantized", 3), want)
 
@@ -127,6 +130,7 @@ SCHEMES: dict[str, tuple[str, WeightScheme, ActivationScheme | None, bool]] = {
     "fp8-blocks": (
         "fp8", WeightScheme(8, 32, dtype="fp8", rows=32), ActivationScheme("fp8", "group", group_size=32), False
     ),
+    "trellis": ("compressed-tensors", WeightScheme(3, 16, dtype="trellis"), None, False),
 }  # fmt: skip
 
 
@@ -139,7 +143,7 @@ def save_quantized(path: Path, scheme: str, layers: int = 3) -> Path:
     with CheckpointWriter(path / "quantized", format=FORMATS[form]) as writer:
         for name in source.names():
             if name.endswith("_proj.weight"):
-                weight = make_weight(*source.shape(name), weights, activations, shuffled=shuffled)  # type: ignore[misc]
+                weight = make_weight(*source.shape(name), weights, activations, shuffled=shuffled)  # type: ignore[misc,arg-type]
                 writer.put_linear(name.removesuffix(".weight"), weight)
             else:
                 writer.put(name, source.tensor(name))
