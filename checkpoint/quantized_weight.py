@@ -198,8 +198,15 @@ def take_inputs(weight: QuantizedWeight, inputs: range) -> QuantizedWeight:
     part = slice(inputs.start // width, -(-inputs.stop // width))
     return replace(
         weight,
-        stored=weight.codes[:, inputs.start : inputs.stop].contiguous(),
+        stored=_columns(weight, inputs),
         scales=weight.scales[:, part].contiguous(),
         zeros=None if weight.zeros is None else weight.zeros[:, part].contiguous(),
         g_idx=None,
     )
+
+
+def _columns(weight: QuantizedWeight, inputs: range) -> Tensor | PackedTrellis:
+    part = slice(inputs.start, inputs.stop)
+    if isinstance(weight.stored, PackedTrellis):  # an input has streams of its own
+        return replace(weight.stored, streams=weight.stored.streams[:, part].contiguous())
+    return weight.codes[:, part].contiguous()

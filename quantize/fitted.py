@@ -48,5 +48,5 @@ FOLLOWING = Fitted(3.0, "a linear of 28,672 inputs")
 SWEEP = Fitted(2.0, "a linear of 28,672 inputs")
 DESCENT = Fitted(3.5, "linears of 576 and 1,536 inputs, two cores with AVX2")  # each turn of codes and scales
 INVERSE = Fitted(2 / 3, "a linear of 28,672 inputs")
-# The same of trellis codes for one weight: the best path through 4,096 states, one and a half times.
-TRELLIS = Fitted(50_000, "SmolLM2-135M-Instruct, two cores with AVX2")
+# The multiplications that trellis codes cost for one weight: the best path through 4,096 states, twice.
+TRELLIS = Fitted(65_000, "SmolLM2-135M-Instruct, two cores with AVX2")

@@ -16,7 +16,7 @@ from torch import Tensor
 from qserve.checkpoint.grid import TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
-from qserve.checkpoint.trellis import LANES, PackedTrellis
+from qserve.checkpoint.trellis import LANES, RING, PackedTrellis
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.report import Metric, Plot, Report, Section
 from qserve.kernels import native, peaks
@@ -53,7 +53,8 @@ class Kernel:
             return torch.ones(out, inp, dtype=torch.float16)
         scales = torch.full((out, self.scheme.groups(inp)), 2.0**-7)
         if self.scheme.grid is TRELLIS:
-            streams = torch.randint(0, 256, (out // LANES, inp, 2 * self.scheme.bits), dtype=torch.uint8)
+            tiles = -(-out // RING) * RING // LANES
+            streams = torch.randint(0, 256, (tiles, inp, 2 * self.scheme.bits), dtype=torch.uint8)
             return QuantizedWeight(self.scheme, PackedTrellis(streams, self.scheme.bits, out), scales)
         codes = torch.randint(0, 1 << self.scheme.bits, (out, inp), dtype=torch.uint8)
         if self.scheme.grid.nan is not None:

@@ -60,7 +60,7 @@ def _weights(streams, J: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, 
     LOWER: tl.constexpr = 0 if BITS == 3 else BITS + 4  # where the first window begins in the lower bits
     SKIPPED: tl.constexpr = 0 if J < 4 or BITS == 2 else 12 if BITS == 3 else 16  # of them by the upper bits
     windows = streams[J // 4] >> (LOWER + J * BITS - SKIPPED)
-    if PTX:
+    if PTX and tl.float32 != DTYPE:
         codes = tl.inline_asm_elementwise(_CODES, "=r,r,r", [windows], dtype=tl.int16, is_pure=True, pack=2)
     else:
         product = (windows & 0xFFF) * _FACTOR

@@ -68,7 +68,7 @@ class Products(TorchFunctionMode):
             loaded()
 
     def _product(self, weight: Weight) -> tuple[Program, Tensor, Tensor]:
-        out_features, in_features = weight.shape if isinstance(weight, Tensor) else weight.codes.shape
+        out_features, in_features = weight.shape if isinstance(weight, Tensor) else weight.stored.shape
         x, out = self._buffer(self._inputs, in_features), self._buffer(self._outputs, out_features)
         return self._program(Linear(x, weight, out)), x, out
 

@@ -6,12 +6,14 @@ As in ``test_linear``: in float16 and float32, and compiled on a machine with a 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows, take_rows
+from qserve.checkpoint.source import open_model
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.checkpoint.trellis import RING, STATE_BITS, PackedTrellis, states_of_symbols
 from qserve.checkpoint.words import unpack_words
@@ -23,7 +25,12 @@ from qserve.kernels.triton.tuning.configs import BUCKETS, Config
 from qserve.kernels.triton.tuning.tune import candidates, weight_bytes
 from qserve.kernels.triton.weight_only import WeightOnly
 from qserve.kernels.triton.workspace import Workspace
+from qserve.quantize import pipeline
+from qserve.quantize.job import QuantizeJob
+from qserve.runtime.config import EngineConfig
+from qserve.runtime.engine import Engine
 from tests.kernels.quantized_weights import make_weight
+from tests.kernels.triton.test_executor import decoder_of, logits_of
 from tests.kernels.triton.test_linear import DEVICE, TOLERANCE, error, run, want
 
 pytestmark = pytest.mark.skipif(target.missing() is not None, reason=str(target.missing()))
@@ -229,3 +236,16 @@ def _states(packed: PackedTrellis) -> Tensor:
     """Of one ring."""
     words = packed.streams.transpose(0, 1).reshape(packed.inputs, -1).view(torch.int32)
     return states_of_symbols(unpack_words(words, packed.bits, RING), packed.bits)
+
+
+def test_a_model_is_served_and_its_memory_planned(tiny_model: Path, tmp_path: Path) -> None:
+    job = QuantizeJob(scheme="trellis", bits=2, group_size=32, method="rtn", calibration=None)
+    pipeline.run(open_model(tiny_model), tmp_path / "model", job)
+    got, want = (logits_of(decoder_of(tmp_path / "model", kernels)) for kernels in ("triton", "reference"))
+    assert error(got, want) < 1e-4
+    source = open_model(tmp_path / "model")
+    own = Engine(source, EngineConfig(kernels="triton", max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32))
+    products = own.runner.decoder.executor.products  # type: ignore[attr-defined]
+    assert sum(isinstance(product, WeightOnly) and product.planes.places is not None for product in products) >= 8
+    held = sum(map(weight_bytes, products)) + source.nbytes("model.embed_tokens.weight")
+    assert held < own.memory.weights
