@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qserve.checkpoint.grid import TRELLIS
+from qserve.checkpoint.trellis import FACTOR
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.grouped import grouped_rows
 from qserve.kernels.triton.launch import at
@@ -22,7 +23,7 @@ from qserve.kernels.triton.unpack import unit, unpack
 
 _OUTPUTS = 256
 """That a program dequantizes."""
-_FACTOR = tl.constexpr(22929)
+_FACTOR = tl.constexpr(FACTOR)
 _ZERO = tl.constexpr(TRELLIS.zero)
 # ``codes_of_states`` of two windows, in the low bytes of two halves: products, pairs of nibbles, and pairs of those.
 _CODES = tl.constexpr("""{ .reg .b32 a, b; and.b32 a, $1, 0xFFF; and.b32 b, $2, 0xFFF;
