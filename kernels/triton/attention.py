@@ -1,9 +1,9 @@
 """Causal attention over the paged cache: prompts by tiles of queries, decodes by tiles of heads and pieces of keys.
 
-The softmax is computed online (Milakov and Gimelshein, 2018; Dao et al., 2022). The keys of every query are divided at
-the multiples of ``CHUNK``, whichever kernel computes them. A tile of a prompt folds its chunks one after another. The
-chunks of a decode are units of work of their own (Flash-Decoding), folded afterwards in the same order and by the same
-instructions. So the split depends only on the query's own position, and nothing is added by atomics.
+The softmax is computed online (Milakov and Gimelshein, 2018; Dao et al., 2022). The keys of a decode are divided at the
+multiples of ``CHUNK``. Its chunks are units of work of their own (Flash-Decoding), folded afterwards in their order.
+So the split depends only on the query's own position, and nothing is added by atomics. A tile of a prompt takes its
+keys in one go; only the last of them need a mask. In the invariant mode it folds chunks, too, as decodes do.
 
 Decodes run on a fixed number of programs that share out the units, so that one CUDA graph replays at any length. The
 query heads of a key head are the rows of one matrix product. Codes of 8 bits become float16, which holds them exactly;
@@ -27,7 +27,7 @@ from torch import Tensor
 from qserve.kernels.ops import BLOCK_SIZE, Attention
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.pointwise import tanh
-from qserve.kernels.triton.target import takes_ptx
+from qserve.kernels.triton.target import Target, takes_ptx
 
 CHUNK = 256
 """Keys of one unit of work: about 2 us of one multiprocessor, and a partial result a thirtieth of the keys' bytes."""
@@ -39,21 +39,27 @@ RESERVED = 1 << 10
 @dataclass(frozen=True)
 class Shape:
     """How a product is cut: ``rows`` of queries and heads, ``keys`` at a time, ``stages`` of keys in flight.
-    ``pairs``: values are read as words of two codes."""
+    ``pairs``: values are read as words of two codes. ``folds``: a tile folds its chunks."""
 
     rows: int
     keys: int
     warps: int
     stages: int
     pairs: bool = False
+    folds: bool = False
 
 
-def tile_shape(op: Attention, warp: int) -> Shape:
-    """For prompts: queries of a sequence side by side. The matrix units of Hopper start at 64 rows. Each row keeps two
-    sums in registers, its chunk's and its own, which takes 256 threads, in warps of ``warp``."""
+def tile_shape(op: Attention, gpu: Target, invariant: bool) -> Shape:
+    """For prompts: queries of a sequence side by side, by 256 threads. A row that folds has two sums in registers, its
+    chunk's and its own, and an older matrix unit has the queries there, too: then there are half as many. So it is for
+    a cache of 32 bits, for which shared memory is too small."""
     wide = op.head_dim > 128
-    rows = max(32 if wide else 64, triton.next_power_of_2(op.heads // op.kv_heads))
-    return Shape(rows, 32 if wide else 64, 256 // warp, 2)
+    few = invariant or not {"wgmma", "tcgen05"} & gpu.features or op.k_cache.dtype.itemsize > 2
+    rows, keys = (32 if wide else 64) * (1 if few else 2), 32 if wide else 64
+    if not few and not wide and op.k_cache.dtype.itemsize == 1:
+        keys = 128  # codes pass through registers: with more of them at a time, products wait less
+    group: int = triton.next_power_of_2(op.heads // op.kv_heads)
+    return Shape(max(rows, group), keys, 256 // gpu.warp, 2 if few or wide else 3, folds=invariant)
 
 
 def decode_shape(op: Attention) -> Shape:
@@ -152,19 +158,18 @@ def _decoded(codes, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PTX: tl.const
 
 
 @triton.jit
-def _chunk(
-    q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr,
-    PTX: tl.constexpr,
+def _attend(
+    top, total, acc, odd, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The partial softmax of queries q [ROWS, BLOCK_DIM] at positions ``at`` over keys from ``begin`` to ``end``."""
+    """The softmax ``top``, ``total`` and ``acc`` of queries q [rows, BLOCK_DIM] at positions ``at``, with the keys from
+    ``begin`` to ``end`` added. Not MASKED: every query sees all of them, and they are a multiple of KEYS.
+
+    PAIRS: values are words of two codes; ``acc`` is of even dimensions, ``odd`` of the others.
+    """
     dims = tl.arange(0, BLOCK_DIM)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    # PAIRS: values are words of two codes; the sums of even and odd dimensions are separate.
-    acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS else BLOCK_DIM], tl.float32)
-    odd = acc
     halves = tl.arange(0, BLOCK_DIM // 2)
     # ``begin`` is a multiple of KEYS, and KEYS of PAGE: where a key lies in its page is known beforehand.
     ahead = tl.arange(0, KEYS)
@@ -182,24 +187,31 @@ def _chunk(
         # Memory behind the last key may be NaN. For keys the scores mask it, for values the mask is here.
         if PAIRS:
             v = tl.load(v_ptr + pairs, mask=inside[:, None] & (halves < DIM // 2)[None, :], other=0)
-        elif BLOCK_DIM == DIM:
+        elif BLOCK_DIM != DIM:
+            v = tl.load(v_ptr + cells, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
+        elif MASKED:
             v = tl.load(v_ptr + cells, mask=inside[:, None], other=0.0)
         else:
-            v = tl.load(v_ptr + cells, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
+            v = tl.load(v_ptr + cells)
         if BLOCK_DIM == DIM:
             k = tl.load(k_ptr + cells)
         else:
             k = tl.load(k_ptr + cells, mask=(dims < DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, INTEGERS, PTX)), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, INTEGERS, PTX)), input_precision="ieee")
+        factor = scale
         if SOFTCAP > 0:  # the scale has divided by the cap, the cap has the factor of exp2
-            scores = tanh(scores) * SOFTCAP
-        seen = keys[None, :] <= at[:, None]
-        if WINDOW > 0:
-            seen = seen & (keys[None, :] > at[:, None] - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        largest = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(largest == float("-inf"), 0.0, largest)
-        weights = tl.exp2(scores - safe[:, None])
+            scores = tanh(scores * scale)
+            factor = SOFTCAP
+        if MASKED:
+            seen = keys[None, :] <= at[:, None]
+            if WINDOW > 0:
+                seen = seen & (keys[None, :] > at[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        largest = tl.maximum(top, tl.max(scores, 1) * factor)
+        safe = largest
+        if MASKED:
+            safe = tl.where(largest == float("-inf"), 0.0, largest)
+        weights = tl.exp2(scores * factor - safe[:, None])
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
@@ -211,6 +223,24 @@ def _chunk(
             v = _decoded(v, q.dtype, INTEGERS, False)  # the assembly would need registers that sm_80 lacks
             acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
         top = largest
+    return top, total, acc, odd
+
+
+@triton.jit
+def _chunk(
+    q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """The partial softmax of queries q [ROWS, BLOCK_DIM] at positions ``at`` over keys from ``begin`` to ``end``."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS else BLOCK_DIM], tl.float32)
+    top, total, acc, odd = _attend(
+        top, total, acc, acc, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
+        KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, True,
+    )  # fmt: skip
     if PAIRS:
         acc = tl.reshape(tl.join(acc, odd), (ROWS, BLOCK_DIM))
     return top, total, acc
@@ -229,11 +259,12 @@ def tile_kernel(
     qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, tiles_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-    COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """A tile: (first row, queries, where its block table begins among the staged numbers)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    tile, head = tl.program_id(0), tl.program_id(1)
+    # All heads of a tile begin together: tiles with the most keys come first.
+    head, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(tiles_ptr + tile * 3)
     queries = tl.load(tiles_ptr + tile * 3 + 1)
     table_ptr = staged_ptr + tl.load(tiles_ptr + tile * 3 + 2)
@@ -251,13 +282,26 @@ def tile_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
-        next_top, next_total, next_acc = _chunk(
-            q, at, k_ptr, v_ptr, table_ptr, head,
-            tl.maximum(begin, chunk * CHUNK), tl.minimum(end, (chunk + 1) * CHUNK), scale,
-            KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX,
+    if FOLDS:
+        for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
+            next_top, next_total, next_acc = _chunk(
+                q, at, k_ptr, v_ptr, table_ptr, head,
+                tl.maximum(begin, chunk * CHUNK), tl.minimum(end, (chunk + 1) * CHUNK), scale,
+                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX,
+            )  # fmt: skip
+            top, total, acc = fold(top, total, acc, next_top, next_total, next_acc)
+    else:
+        if WINDOW == 0:  # what the first query sees, all do
+            middle = (position + 1) // KEYS * KEYS
+            top, total, acc, _ = _attend(
+                top, total, acc, acc, q, at, k_ptr, v_ptr, table_ptr, head, begin, middle, scale,
+                KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, False,
+            )  # fmt: skip
+            begin = middle
+        top, total, acc, _ = _attend(
+            top, total, acc, acc, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
+            KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, True,
         )  # fmt: skip
-        top, total, acc = fold(top, total, acc, next_top, next_total, next_acc)
     if sinks_ptr is not None:
         mine = rows < queries * GROUP
         top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows % GROUP, mine)
@@ -385,9 +429,9 @@ def _scale(op: Attention) -> float:
 
 def attend_tiles(op: Attention, shape: Shape, tiles: Tensor, positions: Tensor, staged: Tensor) -> None:
     """The queries of ``tiles`` int32 [n, 3], see ``tile_kernel``; each at most ``shape.rows`` rows of a key head."""
-    at(tile_kernel, (len(tiles), op.kv_heads))(
+    at(tile_kernel, (op.kv_heads, len(tiles)))(
         op.qkv, op.out, op.k_cache, op.v_cache, op.k_scale, op.v_scale, op.sinks, tiles, positions, staged,
-        _scale(op), **constants(op, shape), num_warps=shape.warps, num_stages=shape.stages,
+        _scale(op), **constants(op, shape), FOLDS=shape.folds, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
 

@@ -431,7 +431,7 @@ class TritonExecutor:
         return linear.packed_bytes(scheme, activations, out, inp)
 
     def tile_shape(self, op: Attention) -> Shape:
-        return tile_shape(op, self.target.warp)
+        return tile_shape(op, self.target, self.batch_invariant)
 
     def decode_shape(self, op: Attention) -> Shape:
         return self.tile_shape(op) if self.batch_invariant else decode_shape(op)

@@ -145,19 +145,22 @@ def weight_only_kernel(
 
 def default(rows: int, bits: int, group: int, gpu: Target, invariant: bool = False) -> Config:
     """A safe default: no spills, and fits the shared memory of the smallest GPU. ``group`` 0 is all inputs.
-    ``invariant``: the same instruction for every number of rows; ``rows`` is at most 32."""
+    ``invariant``: the same instruction for every number of rows; ``rows`` is at most 32. With wgmma it is near what was
+    measured best on an H200."""
     if rows <= 16:
         # The scales of many groups fit the registers of few outputs; the assembler of some parks them all the same.
         narrow = 0 < group <= 32 and gpu.architecture not in ("sm_89", "sm_100")
         stages = 4 if gpu.shared_bytes >= _FOR_FOUR_STAGES else 3
-        return Config(16, 64 if narrow else 128, warps=4, stages=stages)
-    if rows <= 32 and "wgmma" in gpu.features and not invariant:
-        return Config(32, 128, warps=4, stages=3, swap=True)  # the older instruction would take longer than the memory
+        return Config(16, 64 if narrow or "wgmma" in gpu.features else 128, warps=4, stages=stages)
+    if "wgmma" in gpu.features and not invariant:
+        if rows <= 32:
+            return Config(32, 64, warps=4, stages=3, swap=True)
+        return Config(64, 64, warps=4, stages=2, swap=True, splits=1 if rows > SPLIT_ROWS else 0)
     if rows <= 32:
         # Sums of two groups to a block are separate: half the warps have twice the registers each.
         return Config(32, 128, warps=4 if bits == 4 and group >= 128 else 8, stages=3)
-    # Only these matrix units read one side from registers without a detour.
-    swap = bool({"wgmma", "tcgen05"} & gpu.features)
+    # Like that of sm_90, this matrix unit reads one side from registers without a detour.
+    swap = "tcgen05" in gpu.features
     return Config(64, 128, warps=8, stages=2, swap=swap, splits=1 if rows > SPLIT_ROWS else 0)
 
 

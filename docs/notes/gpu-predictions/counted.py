@@ -147,7 +147,7 @@ def decode(found: dict[str, Compiled], name: str, batch: int, context: int) -> D
     keys, width = case.constexprs["KEYS"], heads.width
     tasks = batch * -(-context // CHUNK) * heads.keys
     op = attention_op("fp8e4nv" if item == 1 else "bf16", dim=width, heads=heads.queries, kv_heads=heads.keys)
-    shape = tile_shape(op, DEFAULT.warp) if "invariant" in name else decode_shape(op)
+    shape = tile_shape(op, DEFAULT, True) if "invariant" in name else decode_shape(op)
     programs = min(resident(op, shape, DEFAULT.shared_bytes) * SMS, tasks)
     mine = -(-tasks // programs) * -(-programs // SMS)
     inner, outer = len(bodies[0]), len(bodies[-1])

@@ -1,12 +1,14 @@
-"""Paged decode attention, timed on a GPU: ours over 16-bit and FP8 caches, FlashInfer, and torch without pages.
+"""Paged attention of decodes and of prompts, timed on a GPU: ours over 16-bit and FP8 caches, FlashInfer, and torch
+without pages.
 
-A ``Decode`` is one step of equally long sequences over one of several copies of a cache. The copies take turns, so each
-has left the GPU's cache when its turn comes.
+A ``Problem`` is one step of equally long sequences over one of several copies of a cache. The copies take turns, so
+each has left the GPU's cache when its turn comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
@@ -14,18 +16,20 @@ from importlib import import_module
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qserve.evals.bench.gpu.linears import INVARIANT
 from qserve.evals.bench.gpu.peers import missing
 from qserve.kernels.executor import Step
 from qserve.kernels.ops import BLOCK_SIZE, Attention
-from qserve.kernels.triton.attention import attend_decodes
+from qserve.kernels.triton.attention import attend_decodes, attend_tiles
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.schedule import divide
-from qserve.kernels.triton.staging import Staging
+from qserve.kernels.triton.staging import Batch, Staging
 from qserve.kernels.triton.target import Feature
 
 SCALE = 0.02  # of FP8 keys and values
+_SAMPLED = 128  # new tokens at either end of a prompt that are checked
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,19 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Decode:
-    """``batch`` sequences of ``context`` tokens; the last token of each is the query.
+class Problem:
+    """``batch`` sequences of ``context`` tokens; the last ``new`` tokens of each are the queries: one that decodes, or
+    all of a prompt.
 
-    ``qkv`` [batch, (queries + 2 keys) * width]; ``k``, ``v`` [copies * batch * pages of a sequence, keys, 16, width],
-    16-bit or e4m3 by ``SCALE``. Sequence s of copy c has every ``copies * batch``-th page from c * batch + s on.
+    ``qkv`` [batch * new, (queries + 2 keys) * width]; ``k``, ``v`` [copies * batch * pages of a sequence, keys, 16,
+    width], 16-bit or e4m3 by ``SCALE``. Sequence s of copy c has every ``copies * batch``-th page, from c * batch + s
+    on.
     """
 
     heads: Heads
     batch: int
     context: int
+    new: int
     copies: int
     qkv: Tensor
     k: Tensor
@@ -68,7 +75,8 @@ class Decode:
 
     @property
     def operations(self) -> int:
-        return 4 * self.batch * self.context * self.heads.queries * self.heads.width
+        seen = self.new * self.context - self.new * (self.new - 1) // 2
+        return 4 * self.batch * seen * self.heads.queries * self.heads.width
 
     def table(self, copy: int) -> Tensor:
         """int32 [batch, pages], in the host's memory."""
@@ -83,19 +91,30 @@ class Decode:
 
     @property
     def queries(self) -> Tensor:
-        """[batch, queries, width]"""
+        """[batch, new, queries, width]"""
         width = self.heads.queries * self.heads.width
-        return self.qkv[:, :width].view(self.batch, self.heads.queries, self.heads.width)
+        return self.qkv[:, :width].view(self.batch, self.new, self.heads.queries, self.heads.width)
+
+    @cached_property
+    def _sampled(self) -> Tensor:
+        """Some of the new tokens: all, or those at either end."""
+        every = torch.arange(self.new)
+        return every if self.new <= 2 * _SAMPLED else torch.cat([every[:_SAMPLED], every[-_SAMPLED:]])
 
     @cached_property
     def _want(self) -> Tensor:
         scale = SCALE if self.fp8 else 1.0
         k, v = (x.float() * scale for x in self.gathered(0))
-        return F.scaled_dot_product_attention(self.queries[:, :, None].float(), k, v, enable_gqa=True)[:, :, 0]
+        some = self._sampled
+        at = (self.context - self.new + some)[:, None]
+        seen = (torch.arange(self.context) <= at).to(k.device)
+        q = self.queries[:, some].transpose(1, 2).float()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
 
     def error(self, y: Tensor) -> float:
-        """The norm of the error of ``y`` [batch, queries, width], for copy 0, relative to that of the right result."""
-        return float((y.float() - self._want).norm() / self._want.norm())
+        """The norm of the error of ``y`` [batch, new, queries, width], for copy 0, relative to that of the right
+        result; of many new tokens, those at either end count."""
+        return float((y[:, self._sampled].float() - self._want).norm() / self._want.norm())
 
 
 def cache_bytes(heads: Heads, batch: int, context: int, dtype: torch.dtype) -> int:
@@ -103,27 +122,29 @@ def cache_bytes(heads: Heads, batch: int, context: int, dtype: torch.dtype) -> i
     return 2 * batch * context * heads.keys * heads.width * dtype.itemsize
 
 
-def decode(
-    heads: Heads, batch: int, context: int, copies: int, device: torch.device, dtype: torch.dtype, cache: torch.dtype
-) -> Decode:
-    """A random ``Decode``."""
+def problem(
+    heads: Heads, batch: int, context: int, new: int, copies: int, device: torch.device, dtype: torch.dtype,
+    cache: torch.dtype,
+) -> Problem:  # fmt: skip
+    """A random ``Problem``."""
     generator = torch.Generator(device).manual_seed(0)
-    qkv = torch.randn(batch, (heads.queries + 2 * heads.keys) * heads.width, generator=generator, device=device)
+    qkv = torch.randn(batch * new, (heads.queries + 2 * heads.keys) * heads.width, generator=generator, device=device)
     shape = (copies * batch * -(-context // BLOCK_SIZE), heads.keys, BLOCK_SIZE, heads.width)
     pages = torch.empty(2, *shape, dtype=cache, device=device)
     for page in pages.flatten(0, 1).split(1 << 12):  # piece by piece: random numbers have 32 bits first
         values = torch.randn(page.shape, generator=generator, device=device)
         page.copy_((values / SCALE).clamp(-448, 448) if cache == torch.float8_e4m3fn else values)
-    return Decode(heads, batch, context, copies, qkv.to(dtype), pages[0], pages[1])
+    return Problem(heads, batch, context, new, copies, qkv.to(dtype), pages[0], pages[1])
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """``hold`` makes a call for every copy, which returns [batch, queries, width]. The rest is as for a product."""
+    """``hold`` makes a call for every copy, which returns [batch, new, queries, width]; the rest is as for a
+    product."""
 
     name: str
     fp8: bool
-    hold: Callable[[Decode], list[Callable[[], Tensor]]]
+    hold: Callable[[Problem], list[Callable[[], Tensor]]]
     ours: bool = False
     missing: Callable[[], str | None] = lambda: None
 
@@ -132,71 +153,85 @@ class Contestant:
         return "fp8" if self.fp8 else None
 
 
-def _ours(decode: Decode, invariant: bool = False) -> list[Callable[[], Tensor]]:
-    heads, device = decode.heads, decode.qkv.device
-    executor = TritonExecutor(device, decode.qkv.dtype, invariant=invariant)
-    scale = torch.full((heads.keys,), SCALE, device=device) if decode.fp8 else None
-    out = torch.empty(decode.batch, heads.queries, heads.width, dtype=decode.qkv.dtype, device=device)
+def _ours(problem: Problem, invariant: bool = False) -> list[Callable[[], Tensor]]:
+    heads, device, new = problem.heads, problem.qkv.device, problem.new
+    executor = TritonExecutor(device, problem.qkv.dtype, invariant=invariant)
+    scale = torch.full((heads.keys,), SCALE, device=device) if problem.fp8 else None
+    out = torch.empty(problem.batch, new, heads.queries, heads.width, dtype=problem.qkv.dtype, device=device)
     op = Attention(
-        decode.qkv, out.view(decode.batch, -1), decode.k.transpose(2, 3), decode.v, heads.queries, heads.keys,
+        problem.qkv, out.view(problem.batch * new, -1), problem.k.transpose(2, 3), problem.v, heads.queries, heads.keys,
         heads.width, heads.width**-0.5, 0, scale, scale,
     )  # fmt: skip
-    positions = torch.full((decode.batch,), decode.context - 1, dtype=torch.int32)
-    ends = torch.arange(decode.batch + 1, dtype=torch.int32)
+    each = torch.arange(problem.context - new, problem.context, dtype=torch.int32)
+    positions = each.repeat(problem.batch)
+    starts = torch.arange(problem.batch + 1, dtype=torch.int32) * new
     none = torch.empty(0, dtype=torch.int32)
 
     def call(copy: int) -> Callable[[], Tensor]:
-        table = decode.table(copy)
-        slots = table[:, -1] * BLOCK_SIZE + (decode.context - 1) % BLOCK_SIZE
-        step = Step(positions, positions, slots, ends, table, none)
-        batch, _ = Staging(device).load(step, divide(step, 1), decode.batch, 0)
+        table = problem.table(copy)
+        slots = (table[:, each.long() // BLOCK_SIZE] * BLOCK_SIZE + each % BLOCK_SIZE).reshape(-1)
+        step = Step(positions, positions, slots, starts, table, none)
+        batch, _ = Staging(device).load(step, divide(step, executor.queries(op)), len(positions), 0)
+        if new > 1:
+            return partial(tiles, batch)
         units = len(batch.units)
         values = torch.empty(units, heads.queries, heads.width, device=device)
         softmax = torch.empty(units, heads.queries, 2, device=device)
+        return partial(decodes, batch, values, softmax)
 
-        def run() -> Tensor:
-            attend_decodes(
-                op, executor.decode_shape(op), values, softmax, batch.units, batch.counts, batch.decodes,
-                batch.positions, batch.staged, min(executor.programs(op), units * heads.keys),
-            )  # fmt: skip
-            return out
+    def tiles(batch: Batch) -> Tensor:
+        attend_tiles(op, executor.tile_shape(op), batch.tiles, batch.positions, batch.staged)
+        return out
 
-        return run
+    def decodes(batch: Batch, values: Tensor, softmax: Tensor) -> Tensor:
+        attend_decodes(
+            op, executor.decode_shape(op), values, softmax, batch.units, batch.counts, batch.decodes,
+            batch.positions, batch.staged, min(executor.programs(op), len(values) * heads.keys),
+        )  # fmt: skip
+        return out
 
-    return [call(copy) for copy in range(decode.copies)]
+    return [call(copy) for copy in range(problem.copies)]
 
 
-def _flashinfer(decode: Decode) -> list[Callable[[], Tensor]]:
+def _flashinfer(problem: Problem) -> list[Callable[[], Tensor]]:
     flashinfer = import_module("flashinfer")
-    heads, device = decode.heads, decode.qkv.device
+    heads, device = problem.heads, problem.qkv.device
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
-    queries = decode.queries.contiguous()
-    scale = SCALE if decode.fp8 else None
+    queries = problem.queries[:, 0].contiguous()
+    scale = SCALE if problem.fp8 else None
 
     def call(copy: int) -> Callable[[], Tensor]:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-        starts = torch.arange(decode.batch + 1, dtype=torch.int32) * decode.pages
-        last = torch.full((decode.batch,), (decode.context - 1) % BLOCK_SIZE + 1, dtype=torch.int32)
+        starts = torch.arange(problem.batch + 1, dtype=torch.int32) * problem.pages
+        last = torch.full((problem.batch,), (problem.context - 1) % BLOCK_SIZE + 1, dtype=torch.int32)
         wrapper.plan(
-            starts, decode.table(copy).reshape(-1).to(device), last, heads.queries, heads.keys, heads.width, BLOCK_SIZE,
-            q_data_type=queries.dtype, kv_data_type=decode.k.dtype,
+            starts, problem.table(copy).reshape(-1).to(device), last, heads.queries, heads.keys, heads.width,
+            BLOCK_SIZE, q_data_type=queries.dtype, kv_data_type=problem.k.dtype,
         )  # fmt: skip
-        product: Callable[[], Tensor] = partial(
-            wrapper.run, queries, (decode.k, decode.v), k_scale=scale, v_scale=scale
-        )
-        return product
+        run = partial(wrapper.run, queries, (problem.k, problem.v), k_scale=scale, v_scale=scale)
+        return lambda: run()[:, None]
 
-    return [call(copy) for copy in range(decode.copies)]
+    return [call(copy) for copy in range(problem.copies)]
 
 
-def _torch(decode: Decode) -> list[Callable[[], Tensor]]:
-    queries = decode.queries[:, :, None].contiguous()
+def _torch(problem: Problem, backend: SDPBackend | None = None) -> list[Callable[[], Tensor]]:
+    queries = problem.queries.transpose(1, 2).contiguous()
 
     def call(copy: int) -> Callable[[], Tensor]:
-        k, v = (x.contiguous() for x in decode.gathered(copy))
-        return lambda: F.scaled_dot_product_attention(queries, k, v, enable_gqa=True)[:, :, 0]
+        k, v = (x.contiguous() for x in problem.gathered(copy))
 
-    return [call(copy) for copy in range(decode.copies)]
+        def run() -> Tensor:
+            with nullcontext() if backend is None else sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(queries, k, v, is_causal=problem.new > 1, enable_gqa=True)
+            return out.transpose(1, 2)
+
+        return run
+
+    return [call(copy) for copy in range(problem.copies)]
+
+
+def _no_gpu() -> str | None:
+    return None if torch.cuda.is_available() else "there is no GPU"
 
 
 CONTESTANTS = (
@@ -208,3 +243,10 @@ CONTESTANTS = (
     Contestant("FlashInfer", False, _flashinfer, missing=partial(missing, "flashinfer")),
     Contestant("FlashInfer", True, _flashinfer, missing=partial(missing, "flashinfer")),
 )
+"""For decodes."""
+PROMPTS = (
+    *(each for each in CONTESTANTS if each.ours or each.name == INVARIANT),
+    Contestant("torch, FlashAttention", False, partial(_torch, backend=SDPBackend.FLASH_ATTENTION), missing=_no_gpu),
+    Contestant("torch, cuDNN", False, partial(_torch, backend=SDPBackend.CUDNN_ATTENTION), missing=_no_gpu),
+)
+"""For prompts, which begin at the first token."""

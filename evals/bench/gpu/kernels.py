@@ -1,4 +1,4 @@
-"""``qserve bench kernels --device cuda``: linear products and decode attention on a GPU, beside those of others and the
+"""``qserve bench kernels --device cuda``: linear products and attention on a GPU, beside those of others and the
 GPU's peaks in the same run.
 
 Every contestant's result is checked before it is timed.
@@ -30,6 +30,8 @@ HEADS = {"8B": Heads(32, 8, 128), "70B": Heads(64, 8, 128)}
 """The heads of Llama 3."""
 DECODES = ((1, 1024), (1, 32768), (8, 8192), (32, 1024), (32, 8192), (128, 2048))
 """(sequences, context)"""
+PROMPTS = ((1, 2048), (1, 8192), (4, 2048))
+"""(sequences, tokens)"""
 COPIED, SIDE = 1 << 30, 8192
 LIMIT = 200.0
 """Seconds after which nothing new begins."""
@@ -46,11 +48,12 @@ class Sizes:
     rows: Sequence[int]
     heads: Mapping[str, Heads]
     decodes: Sequence[tuple[int, int]]
+    prompts: Sequence[tuple[int, int]]
     copied: int = COPIED
     side: int = SIDE
 
 
-FULL = Sizes(SHAPES, ROWS, HEADS, DECODES)
+FULL = Sizes(SHAPES, ROWS, HEADS, DECODES, PROMPTS)
 
 
 def require_gpu() -> torch.device:
@@ -62,11 +65,12 @@ def require_gpu() -> torch.device:
 
 
 def peaks(watch: Stopwatch, dtype: torch.dtype, copied: int = COPIED, side: int = SIDE) -> Roof:
-    """Floating-point operations per second of a large product in ``dtype``, and bytes read or written by a copy."""
-    source = torch.randint(0, 256, (copied,), dtype=torch.uint8, device=watch.device)
+    """Floating-point operations per second of a large product in ``dtype``, and bytes read or written by a kernel that
+    copies. (What copies for ``Tensor.copy_`` in a graph reached two thirds of the memory's rate on an H200.)"""
+    source = torch.randint(0, 1 << 30, (copied // 4,), dtype=torch.int32, device=watch.device)
     into = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=watch.device).to(dtype) for _ in range(2))
-    copy, product = watch.time([lambda: into.copy_(source)]), watch.time([lambda: a @ b])
+    product, copy = watch.time([lambda: a @ b]), watch.time([lambda: torch.bitwise_not(source, out=into)])
     return Roof(2 * side**3 / product.seconds, 2 * copied / copy.seconds)
 
 
@@ -125,14 +129,17 @@ class _Timer:
                                 moved, contestant.ours, took.replayed))  # fmt: skip
         return found
 
-    def decode(self, contestant: attention.Contestant, heads: str, decode: attention.Decode) -> list[Timing]:
-        calls: Sequence[Callable[[], Tensor]] = contestant.hold(decode)
-        _require(decode.error(calls[0]()))
+    def attention(
+        self, contestant: attention.Contestant, heads: str, problem: attention.Problem
+    ) -> list[Timing]:
+        calls: Sequence[Callable[[], Tensor]] = contestant.hold(problem)
+        _require(problem.error(calls[0]()))
         took = self.watch.time(calls)
         scheme = "fp8 cache" if contestant.fp8 else "16-bit cache"
-        moved = decode.nbytes + 2 * decode.queries.nbytes
-        return [Timing(contestant.name, scheme, heads, decode.batch, decode.context, took.seconds, decode.operations,
-                       moved, contestant.ours, took.replayed)]  # fmt: skip
+        scheme = f"prompts, {scheme}" if problem.new > 1 else scheme
+        moved = problem.nbytes + 2 * problem.queries.nbytes
+        return [Timing(contestant.name, scheme, heads, problem.batch, problem.context, took.seconds,
+                       problem.operations, moved, contestant.ours, took.replayed)]  # fmt: skip
 
 
 def _require(error: float) -> None:
@@ -156,7 +163,7 @@ def run(
     """
     before = peaks(watch, dtype, sizes.copied, sizes.side)
     timer = _Timer(watch, dtype, time.monotonic() + limit)
-    parts = [*_decodes(timer, sizes), *_linears(timer, sizes)]
+    parts = [*_attention(timer, sizes), *_linears(timer, sizes)]
     for index, part in enumerate(parts):
         update(index, len(parts))
         part()
@@ -167,22 +174,25 @@ def run(
     return report(command, roof, target.target(watch.device), timer.timings, timer.notes, timer.failures)
 
 
-def _decodes(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
-    def part(name: str, heads: Heads, batch: int, context: int, fp8: bool) -> None:
+def _attention(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:
+    def part(name: str, heads: Heads, batch: int, context: int, new: int, fp8: bool) -> None:
         cache = torch.float8_e4m3fn if fp8 else timer.dtype
-        what = f"{name}, {batch} sequences of {context}"
-        if (fp8 and "fp8" not in timer.features) or timer.is_late(f"decode of {cache}, {what}"):
+        what = f"{name}, {batch} {'prompts' if new > 1 else 'sequences'} of {context}"
+        if (fp8 and "fp8" not in timer.features) or timer.is_late(f"attention over {cache}, {what}"):
             return
         copies = timer.watch.copies(attention.cache_bytes(heads, batch, context, cache))
-        decode = attention.decode(heads, batch, context, copies, timer.watch.device, timer.dtype, cache)
-        for each in attention.CONTESTANTS:
+        problem = attention.problem(heads, batch, context, new, copies, timer.watch.device, timer.dtype, cache)
+        for each in attention.PROMPTS if new > 1 else attention.CONTESTANTS:
             if each.fp8 == fp8:
-                timer.run(each, what, partial(timer.decode, each, name, decode))
+                timer.run(each, what, partial(timer.attention, each, name, problem))
 
     for name, heads in sizes.heads.items():
         for batch, context in sizes.decodes:
             for fp8 in (False, True):
-                yield partial(part, name, heads, batch, context, fp8)
+                yield partial(part, name, heads, batch, context, 1, fp8)
+        for batch, context in sizes.prompts:
+            for fp8 in (False, True):
+                yield partial(part, name, heads, batch, context, context, fp8)
 
 
 def _linears(timer: _Timer, sizes: Sizes) -> Iterator[Callable[[], None]]:

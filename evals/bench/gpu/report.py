@@ -67,7 +67,7 @@ def report(
         Section(f"On {gpu.name}: copies {roof.bytes / 1e12:.2f} TB/s, large products "
                 f"{(roof.operations or 0) / 1e12:.0f} TFLOP/s", ("figure", "value"),
                 tuple((m.name, f"{m.value:.0%}" if m.unit == "" else f"{m.value:.2f}{m.unit}") for m in metrics)),
-        _decodes(roof, [t for t in timings if t.context]),
+        _attention(roof, [t for t in timings if t.context]),
     ]  # fmt: skip
     for shape in dict.fromkeys(t.shape for t in linears):
         own = [t for t in linears if t.shape == shape]
@@ -155,18 +155,18 @@ def _table(title: str, timings: Sequence[Timing], cell: Callable[[Timing], str])
     return Section(title, ("", *map(str, counts)), rows)
 
 
-def _decodes(roof: Roof, timings: Sequence[Timing]) -> Section:
+def _attention(roof: Roof, timings: Sequence[Timing]) -> Section:
     rows = tuple(
         (t.name, t.shape, f"{t.rows}", f"{t.context}", _microseconds(t),
          f"{t.bandwidth / 1e12:.2f}", f"{t.bandwidth / roof.bytes:.0%}", f"{t.rate / 1e12:.1f}")
         for t in timings
     )  # fmt: skip
     header = ("", "heads of", "sequences", "context", "us", "TB/s", "of the copies' rate", "TFLOP/s")
-    return Section("Decode attention", header, rows)
+    return Section("Attention", header, rows)
 
 
 def _plots(roof: Roof, timings: Sequence[Timing]) -> tuple[Plot, ...]:
-    """The products of the largest weight, and decode attention with its heads."""
+    """The products of the largest weight, and attention with its heads."""
     linears = [t for t in timings if not t.context]
     if not linears:
         return ()
@@ -177,7 +177,7 @@ def _plots(roof: Roof, timings: Sequence[Timing]) -> tuple[Plot, ...]:
         series.setdefault(t.name, []).append((t.operations / t.bytes, t.rate))
     plot = roof.plot(
         series,
-        f"Products of the weight {largest}, and decode attention. The roof is that of 16-bit products: those of 8 bits "
+        f"Products of the weight {largest}, and attention. The roof is that of 16-bit products: those of 8 bits "
         "have one twice as high.",
         "operations per byte", "TFLOP/s", 1e12,
     )  # fmt: skip

@@ -87,7 +87,7 @@ def main() -> None:
     asked = parser.parse_args()
     model = "tiny" if asked.tiny else "llama-3-8b"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "Triton's interpreter"
-    counts, prompt, output, repeats = ((1, 2), 6, 3, 1) if asked.tiny else ((1, 32), 64, 128, 3)
+    counts, prompt, output, repeats = ((1, 2), 6, 3, 1) if asked.tiny else ((1, 32, 256), 64, 128, 2)
     results: list[dict[str, Any]] = []
     found = {"device": device, "torch": torch.__version__, "model": model, "precision": "w4a16", "results": results}
     with tempfile.TemporaryDirectory() as folder:

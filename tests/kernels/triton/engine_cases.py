@@ -73,7 +73,7 @@ def attention_cases(
     op = attention_op(cache, window, dim, heads, kv_heads, softcap)
     common = f"qkv_ptr:bf16 out_ptr:bf16 k_ptr:{cache} k_scale_ptr:{scales} v_scale_ptr:{scales} positions_ptr:i32 "
     common += f"staged_ptr:i32 sinks_ptr:{'fp32' if window else ''} "
-    tile, decode = attention.tile_shape(op, gpu.warp), attention.decode_shape(op)
+    tile, decode = attention.tile_shape(op, gpu, invariant), attention.decode_shape(op)
     if invariant:
         decode = tile
     values = {shape: f"v_ptr:{'i16' if shape.pairs else cache} " for shape in (tile, decode)}
@@ -82,8 +82,8 @@ def attention_cases(
     merged = attention.merge_constants(op, known)
     return {
         "attention tiles": _case(
-            attention.tile_kernel, common + values[tile] + "tiles_ptr:i32", gpu, attention.constants(op, tile) | ptx,
-            "scale:fp32", tile.warps, tile.stages,
+            attention.tile_kernel, common + values[tile] + "tiles_ptr:i32", gpu,
+            attention.constants(op, tile) | ptx | {"FOLDS": tile.folds}, "scale:fp32", tile.warps, tile.stages,
         ),
         "attention decodes": _case(
             attention.decode_kernel,

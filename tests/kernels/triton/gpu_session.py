@@ -4,13 +4,13 @@ Nothing must be installed: the source tree is put on Python's path, and with ``-
 ``wheels.py`` made a folder of, which takes neither a network nor a compiler. Triton needs a C compiler and Python's
 headers; where one is missing the program says so and ends with 2 before it begins.
 
-In this order: the tests marked ``gpu``, each once before any with its second parameters, in one process, since what
-one test breaks on a GPU is broken for its whole process: another process goes on behind it. None begins when their time
-is over, and every result is a line of the log when it is known. Then split products and attention in compute-sanitizer;
-the best configurations of the products, written where the package looks for them, so that all that follows goes by
-them; ``qserve bench kernels --device cuda``; the engine end to end; and the whole models. A part has its share of the
-time that is left and ends when it is over, whatever the others did; what it had found by then is in OUT:
-``session.log``, ``session.json``, the reports, and the configurations. Exits with 1 where a part failed.
+In this order: the tests marked ``gpu``, each once before any with its second parameters, in several processes at a
+time. What one test breaks on a GPU is broken for its whole process, so another takes its place. None begins when their
+time is over, and every result is a line of the log when it is known. Then split products and attention in
+compute-sanitizer; the best configurations of the products, written where the package looks for them, so that all that
+follows goes by them; ``qserve bench kernels --device cuda``; the engine end to end; and the whole models. A part has
+its share of the time that is left and ends when it is over, whatever the others did; what it had found by then is in
+OUT: ``session.log``, ``session.json``, the reports, and the configurations. Exits with 1 where a part failed.
 
 ``--parts tests,tune`` runs some: with three calls every part has more time (``tests,sanitize``; ``tune,kernels``;
 ``end-to-end,whole-model``), the later ones by the configurations of the second, for they are a file of the source tree,
@@ -41,8 +41,8 @@ SPARE = 15.0
 """Seconds that a part needs to end by itself, so that it is told to begin nothing new so much earlier."""
 SHARES = {"tests": 5.0, "sanitize": 2.0, "tune": 4.0, "kernels": 4.0, "end-to-end": 2.0, "whole-model": 5.0}
 """Of the time, in the order in which they run."""
-BEGUN, ENDED = "tests-begun", "all had their turn\n"
-"""The tests that had a turn, one to a line, and the last line where none is left."""
+WORKERS = max(1, min(12, (os.cpu_count() or 1) - 2))
+"""Processes of tests. Compiling and the references take most of their time, and the GPU has memory for all."""
 CLI = ["-c", "from qserve.cli import main; main()"]
 MACHINE = """
 import json, platform, torch, transformers, triton
@@ -62,8 +62,8 @@ def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> di
     gpu = [*CLI, "bench", "kernels", "--device", "cuda"]
     return {
         "tests": ["-m", "pytest", tests, "-m", "gpu", "-v", "-rfEs", "--tb", "short", "--durations", "10",
-                  "--maxfail", "20", "-p", "no:cacheprovider", "-p", "tests.kernels.triton.deadline",
-                  "--seconds", limit["tests"], "--begun", str(out / BEGUN), "-p", "no:xdist",
+                  "-p", "no:cacheprovider", "-p", "tests.kernels.triton.deadline", "--seconds", limit["tests"],
+                  "-n", f"{WORKERS}", "--dist", "load", "--maxschedchunk", "1",
                   "-o", "addopts=--import-mode=importlib", "--timeout", "120", "--timeout-method", "thread"],
         "sanitize": [str(HERE / "sanitize.py"), *small],
         "tune": [str(HERE / "tiny_kernels.py"), str(out), "--tune"] if tiny
@@ -93,18 +93,6 @@ def prepare(site: Path, wheels: Path | None) -> str:
     known.mkdir()
     (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     return os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def run_tests(command: list[str], log: Path, seconds: float, begun: Path) -> int:
-    """``run``, and again for the tests that are left where one took the process with it: 0, or the last other code."""
-    until, failed = time.monotonic() + seconds, 0
-    while True:
-        before = begun.read_text() if begun.exists() else ""
-        code = run(command, log, until - time.monotonic())
-        failed = code or failed
-        after = begun.read_text() if begun.exists() else ""
-        if code == 124 or after == before or after.endswith(ENDED):
-            return failed
 
 
 def run(command: list[str], log: Path, seconds: float) -> int:
@@ -146,7 +134,6 @@ def session(site: Path) -> int:
     if not asked.tiny:
         DATA.mkdir(exist_ok=True)
     log, begin, parts = out / "session.log", time.monotonic(), {}
-    (out / BEGUN).unlink(missing_ok=True)
     os.environ["PYTHONPATH"] = prepare(site, asked.wheels)
     machine = subprocess.run([sys.executable, "-c", MACHINE], capture_output=True, text=True, cwd=site)
     print(machine.stdout + machine.stderr[-2000:], flush=True)
@@ -167,9 +154,7 @@ def session(site: Path) -> int:
         with log.open("a") as stream:
             stream.write(f"\n=== {name}: at most {share:.0f} s\n")
         at, size = time.monotonic(), log.stat().st_size
-        code = 124
-        if share > 1:
-            code = run_tests(command, log, share, out / BEGUN) if name == "tests" else run(command, log, share)
+        code = run(command, log, share) if share > 1 else 124
         parts[name] = {"code": code, "seconds": round(time.monotonic() - at, 1), "limit": round(share, 1)}
         state = "passed" if code == 0 else "ran out of time" if code == 124 else f"failed with {code}"
         print(f"{name}: {state} after {parts[name]['seconds']:.0f} of {share:.0f} s")

@@ -94,4 +94,5 @@ def _packed(
         return QuantizedWeight(scheme, codes, torch.full((shape[0], 1), 2e-4, device=device), activations=activations)
     codes = torch.randint(0, scheme.max_code + 1, shape, dtype=torch.uint8, **made)
     scales = torch.rand(shape[0], scheme.groups(shape[1]), **made) * 0.008 + 0.001
+    scales = scales.half().float()  # as the formats have them
     return QuantizedWeight(scheme, codes, scales, activations=activations)

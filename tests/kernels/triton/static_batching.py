@@ -54,10 +54,10 @@ def _generate(model: Any, batch: int, prompt: int, output: int) -> list[float]:
 
 
 def measure(
-    name: str, shape: dict[str, Any], device: torch.device, roof: Roof, context: int, prompt: int,
-    prompts: Sequence[int], batches: Sequence[int], output: int,
+    name: str, shape: dict[str, Any], device: torch.device, roof: Roof, context: int,
+    prompts: Sequence[tuple[int, int]], batches: Sequence[int], output: int,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """One line after another: a prefill of each of so many ``prompts`` of ``prompt`` tokens, and for each batch a step
+    """One line after another: a prefill of each of ``prompts`` (how many, tokens of each), and for each batch a step
     of decode at ``context`` tokens, the middle of ``output``. What does not fit the memory says so."""
     ours = decoder_config(shape, name)
     about = {"model": name, "precision": NAME}
@@ -76,12 +76,12 @@ def measure(
         return {**about, "kind": kind, "batch": batch, "context": seen, "seconds": seconds,
                 "tokens_per_second": tokens / seconds, "share_of_roofline": bound / seconds}  # fmt: skip
 
-    for count in prompts:
+    for count, prompt in prompts:
         try:
             _generate(model, count, prompt, 1)  # and all that the first run takes longer for
             seconds = statistics.median(_generate(model, count, prompt, 1)[0] for _ in range(3))
         except torch.OutOfMemoryError:
-            yield {**about, "skipped": f"{count} prompts do not fit: out of memory"}
+            yield {**about, "skipped": f"{count} prompts of {prompt} do not fit: out of memory"}
             continue
         yield line("prefill", count, count * prompt, prompt, seconds)
     for batch in batches:

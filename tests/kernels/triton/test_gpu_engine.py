@@ -245,7 +245,10 @@ def test_steps_that_overlap_choose_the_same_tokens(tiny_packed: Path) -> None:
     """Requests of different lengths, some of which a token ends: their batches differ, so the mode is invariant."""
     found = []
     for overlaps in (False, True):
-        config = EngineConfig(kernels="triton-invariant", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64)
+        config = EngineConfig(
+            kernels="triton-invariant", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64,
+            kv_cache_memory=4 << 20,
+        )  # fmt: skip
         engine = Engine(str(tiny_packed), config)
         assert engine.overlaps
         engine.overlaps = overlaps

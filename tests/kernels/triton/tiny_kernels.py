@@ -19,7 +19,7 @@ from qserve.evals.report_files import write_report
 from qserve.kernels.triton.tuning.stopwatch import Stopwatch
 from qserve.kernels.triton.tuning.tune import Tuner
 
-SIZES = Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), copied=1 << 16, side=64)
+SIZES = Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), ((1, 20),), 1 << 16, 64)
 WATCH = Stopwatch(torch.device("cpu"), repeats=1, cold_bytes=1 << 10, least_turns=1)
 
 

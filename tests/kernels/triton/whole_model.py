@@ -5,7 +5,8 @@ time of a decode step (graph replays, and the copies before and after them) or o
 share of the roofline (bytes over the rate of a copy or operations over that of a large product, both measured first),
 and how it compares with transformers, whose static batches run last for each model. All layers read weights of the
 same content from memory of their own. What does not fit the memory is said to be so, and OUT is written after every
-model and precision. ``--tiny`` goes through Triton's interpreter on the CPU and proves that it runs, nothing else.
+model and precision. ``--profile`` prints besides which kernels a step consists of, and what each takes. ``--layers N``
+has only as many. ``--tiny`` goes through Triton's interpreter on the CPU and proves that it runs, nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,18 @@ from tests.kernels.triton.random_model import PRECISIONS, RandomModel, forget, s
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of a sequence that decodes, and of a prompt; requests that decode at once, and prompts in one step; how
-    often; tokens that the peer writes."""
+    """Tokens of a sequence that decodes; requests that decode at once; prompts of one step, how many and of how many
+    tokens; how often; tokens that the peer writes; whether the kernels of a step are listed."""
 
     context: int = 1024
-    prompt: int = 2048
     batches: tuple[int, ...] = (1, 8, 32, 128)
-    prompts: tuple[int, ...] = (1, 4)
+    prompts: tuple[tuple[int, int], ...] = ((1, 2048), (4, 2048), (1, 8192), (1, 32768))
     repeats: int = 10
     output: int = 32
+    profile: bool = False
 
 
-TINY = Work(40, 24, (1, 2), (1, 2), 1, 4)
+TINY = Work(40, (1, 2), ((1, 24), (2, 24)), 1, 4)
 
 
 def synchronize() -> None:
@@ -62,16 +63,26 @@ def synchronize() -> None:
 
 
 def timed(run: Any, repeats: int) -> float:
-    """Median seconds, after two runs that compile and capture."""
-    times = []
-    for index in range(repeats + 2):
+    """Median seconds, after two runs that compile and capture; of three at least, and of no more than two seconds."""
+    times: list[float] = []
+    for _ in range(2):
+        run()
+    while len(times) < repeats and (len(times) < 3 or sum(times) < 2.0):
         synchronize()
         begin = time.perf_counter()
         run()
         synchronize()
-        if index >= 2:
-            times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - begin)
     return statistics.median(times)
+
+
+def kernels_of(run: Any) -> list[str]:
+    """The kernels of one ``run``, the longest first: milliseconds of all its launches, how many, and the name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        synchronize()
+    found = sorted(profile.key_averages(), key=lambda each: -each.device_time_total)
+    return [f"    {each.device_time_total / 1e3:8.3f} ms  {each.count:5} x  {each.key[:90]}" for each in found[:14]]
 
 
 def step_of(start: int, count: int, sequences: int, blocks: int) -> Step:
@@ -102,24 +113,28 @@ def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: 
     config, about = decoder_config(shape, name), {"model": name, "precision": precision}
     executor = registry.make("triton", activations=torch.bfloat16)
     device, weights = executor.placement.device, weight_bytes(config, spec)
-    cache = config.kv_bytes_per_token(kv_dtype.itemsize) * max(work.context, work.prompts[0] * work.prompt)
-    if (reason := lacking(device, weights + cache)) is not None:
+    token = config.kv_bytes_per_token(kv_dtype.itemsize)
+    least = token * max(work.context, *(count * length for count, length in work.prompts[:1]))
+    if (reason := lacking(device, weights + least)) is not None:
         yield {**about, "skipped": f"the weights do not fit: {reason}"}
         return
-    fitting: dict[str, list[int]] = {"prompts": [], "requests": []}
-    for what, counts, length in (("prompts", work.prompts, work.prompt), ("requests", work.batches, work.context)):
-        for count in counts:
-            # A prompt has rows of inputs, too: of all that a layer has at once, in 16 bits, and those in 32.
-            rows = count * work.prompt * row_bytes(config) if what == "prompts" else 0
-            cache = count * (length + 16) * config.kv_bytes_per_token(kv_dtype.itemsize)
-            if (reason := lacking(device, weights * 1.05 + cache + rows)) is None:
-                fitting[what].append(count)
+    prompts: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
+    for found, cases, rows in (
+        # A prompt has rows of inputs, too: of all that a layer has at once, in 16 bits, and those in 32.
+        (prompts, work.prompts, row_bytes(config)), (requests, [(count, work.context) for count in work.batches], 0),
+    ):  # fmt: skip
+        for count, length in cases:
+            needed = weights * 1.05 + count * ((length + 16) * token + length * rows)
+            if (reason := lacking(device, needed)) is None:
+                found.append((count, length))
             else:
-                yield {**about, "skipped": f"{count} {what} do not fit: with the weights it {reason}"}
-    most, prompts = (max(fitting[what], default=1) for what in ("requests", "prompts"))
-    blocks = max(most * -(-work.context // 16), prompts * -(-work.prompt // 16)) + 8
-    longest = max(work.context, work.prompt) + 16
-    sizes = DecoderLimits(max(prompts * work.prompt, most), max(prompts, most), longest, blocks)
+                yield {**about, "skipped": f"{count} of {length} tokens do not fit: with the weights it {reason}"}
+    blocks = max(count * -(-length // 16) for count, length in [*prompts, *requests]) + 8
+    most = max(count for count, _ in [*prompts, *requests])
+    tokens = max([most, *(count * length for count, length in prompts)])
+    longest = max(length for _, length in [*prompts, *requests]) + 16
+    sizes = DecoderLimits(tokens, most, longest, blocks)
     decoder = Decoder(RandomModel(shape, spec, device), config, executor, sizes, kv_dtype=kv_dtype)
     forget()
     registry.settle(executor)
@@ -134,6 +149,9 @@ def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: 
             decoder.greedy[:rows].cpu()
 
         seconds = timed(run, work.repeats)
+        if work.profile and device.type == "cuda":
+            title = f"{name} {precision} {kind} x{rows} of {seen}: {seconds * 1e3:.3f} ms"
+            print(title, *kernels_of(run), sep="\n", flush=True)
         tokens = len(step.token_ids)
         bound = floor(config, spec, kv_dtype.itemsize, rows, tokens, seen, roof)
         assert (decoder.greedy[:rows] >= 0).all(), "a NaN"
@@ -142,18 +160,18 @@ def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: 
             "tokens_per_second": tokens / seconds, "share_of_roofline": bound / seconds,
         }  # fmt: skip
 
-    for size in fitting["prompts"]:
-        yield line("prefill", step_of(0, work.prompt, size, blocks), work.prompt, size)
-    for size in fitting["requests"]:
-        yield line("decode", step_of(work.context - 1, 1, size, blocks), work.context, size)
+    for count, length in prompts:
+        yield line("prefill", step_of(0, length, count, blocks), length, count)
+    for count, length in requests:
+        yield line("decode", step_of(length - 1, 1, count, blocks), length, count)
 
 
 def compared(results: list[dict[str, Any]]) -> None:
     """Put beside every line how many times as fast as transformers it is, where that was measured."""
-    peers = {(row["model"], row["kind"], row["batch"]): row["tokens_per_second"]
+    peers = {(row["model"], row["kind"], row["batch"], row["context"]): row["tokens_per_second"]
              for row in results if row["precision"] == static_batching.NAME and "kind" in row}  # fmt: skip
     for row in results:
-        if "kind" in row and (peer := peers.get((row["model"], row["kind"], row["batch"]))):
+        if "kind" in row and (peer := peers.get((row["model"], row["kind"], row["batch"], row["context"]))):
             row["against_transformers"] = row["tokens_per_second"] / peer
 
 
@@ -162,7 +180,8 @@ def text(row: dict[str, Any]) -> str:
     if "skipped" in row:
         return f"{begin} skipped: {row['skipped']}"
     peer = f"  {row['against_transformers']:>6.2f}x transformers" if "against_transformers" in row else ""
-    return (f"{begin} {row['kind']:<8} x{row['batch']:<4} {row['tokens_per_second']:>10.1f} tok/s"
+    what = f"{row['kind']:<8} x{row['batch']:<4} of {row['context']:<6}"
+    return (f"{begin} {what} {row['tokens_per_second']:>10.1f} tok/s"
             f"  {row['share_of_roofline']:>6.1%} of the roofline{peer}")  # fmt: skip
 
 
@@ -174,10 +193,12 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--models", default="llama-3-8b,llama-3-70b")
     parser.add_argument("--precisions", default=",".join([*PRECISIONS, "transformers"]))
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--layers", type=int, help="all by default")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which nothing new is begun")
     asked = parser.parse_args()
     until = time.monotonic() + asked.limit
-    work = TINY if asked.tiny else Work()
+    work = replace(TINY if asked.tiny else Work(), profile=asked.profile)
     device = registry.make("triton").placement.device
     roof = peaks(Stopwatch(device), torch.bfloat16, *((1 << 20, 256) if asked.tiny else ()))
     results: list[dict[str, Any]] = []
@@ -189,6 +210,8 @@ def main() -> int:
     print(f"{found['device']}: {rates}")
     for name in ["tiny"] if asked.tiny else asked.models.split(","):
         shape = shape_of(name)
+        if asked.layers:
+            shape = {**shape, "num_hidden_layers": asked.layers}
         for precision in asked.precisions.split(","):
             label = static_batching.NAME if precision == "transformers" else precision
             begun = len(results)
@@ -196,7 +219,7 @@ def main() -> int:
                 if time.monotonic() > until:
                     raise TimeoutError("no time was left")
                 if precision == "transformers":
-                    args = (device, roof, work.context, work.prompt, work.prompts, work.batches, work.output)
+                    args = (device, roof, work.context, work.prompts, work.batches, work.output)
                     results.extend(static_batching.measure(name, shape, *args))
                 else:
                     results.extend(measure(name, shape, precision, work, roof))

@@ -47,12 +47,14 @@ def test_every_contestant_computes_the_same_product(contestant: linears.Contesta
 )  # fmt: skip
 def test_every_contestant_attends_to_the_pages_of_its_turn(contestant: attention.Contestant) -> None:
     cache = torch.float8_e4m3fn if contestant.fp8 else torch.float16
-    decode = attention.decode(Heads(8, 2, 32), 2, 300, 2, CPU, torch.float16, cache)
-    first, second = contestant.hold(decode)
-    assert decode.error(first()) < 2e-3
-    assert decode.error(second()) > 0.5
-    assert not set(decode.table(0).flatten().tolist()) & set(decode.table(1).flatten().tolist())
-    assert decode.nbytes == 2 * 2 * 300 * 2 * 32 * cache.itemsize
+    for new in (1, 300) if contestant in attention.PROMPTS else (1,):
+        problem = attention.problem(Heads(8, 2, 32), 2, 300, new, 2, CPU, torch.float16, cache)
+        first, second = contestant.hold(problem)
+        assert problem.error(first()) < 2e-3
+        assert problem.error(second()) > 0.5
+        assert not set(problem.table(0).flatten().tolist()) & set(problem.table(1).flatten().tolist())
+        assert problem.nbytes == 2 * 2 * 300 * 2 * 32 * cache.itemsize
+        assert problem.operations == 4 * 2 * (300 if new == 1 else 300 * 301 // 2) * 8 * 32
 
 
 def test_the_sizes_are_those_of_llama() -> None:
@@ -81,7 +83,7 @@ def test_copies_take_turns_until_no_cache_holds_one() -> None:
 
 @interpreted
 def test_the_whole_benchmark_runs_in_the_interpreter(tmp_path: Path) -> None:
-    sizes = kernels.Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), 1 << 16, 64)
+    sizes = kernels.Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), ((1, 20),), 1 << 16, 64)
     watch = Stopwatch(CPU, repeats=1, cold_bytes=1 << 10, least_turns=1)
     so_far: list[int] = []
     made = kernels.run("qserve bench kernels --device cuda", watch, torch.float16, sizes,
