@@ -16,6 +16,7 @@ from qserve.runtime.server.serve import ServerHandle
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 support = pytest.importorskip("selenium.webdriver.support.ui")
+exceptions = pytest.importorskip("selenium.common.exceptions")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -54,7 +55,11 @@ class Page:
         return self.driver.find_element("id", name)
 
     def wait(self, condition: Callable[[], Any]) -> Any:
-        return support.WebDriverWait(self.driver, 60, 0.05).until(lambda _: condition())
+        try:
+            return support.WebDriverWait(self.driver, 60, 0.05).until(lambda _: condition())
+        except exceptions.TimeoutException:
+            shown = self.driver.find_element("tag name", "body").text
+            raise AssertionError(f"still not so after a minute; the page shows:\n{shown}") from None
 
     def enter_key(self, key: str = KEY) -> None:
         self.wait(self["key-dialog"].is_displayed)
@@ -94,6 +99,7 @@ def page(driver: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterat
         page = Page(driver, server)
         yield page
         said = [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
+        driver.execute_script("sessionStorage.clear()")  # the next server may get the same port, and would get its key
         driver.get("about:blank")
     # A browser reports every 401 as an error; nothing else may be one, a violation of the policy least of all.
     assert [message for message in said if "401 (Unauthorized)" not in message] == []
