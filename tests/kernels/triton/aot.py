@@ -128,6 +128,14 @@ def loop(made: Compiled) -> list[str]:
     return max(loops(made), key=len, default=[])
 
 
+def parked(made: Compiled) -> int:
+    """How often the loops that multiply access registers' memory. A frame of a few bytes that only what is beside them
+    uses costs nothing; of a larger one every byte counts."""
+    if made.spills <= 16 and made.cubin:
+        return sum(bool(re.search(r"\b(LDL|STL)", line)) for body in loops(made) for line in body) if made.spills else 0
+    return made.spills
+
+
 def _tool(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 

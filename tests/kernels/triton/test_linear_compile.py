@@ -13,17 +13,15 @@ from qserve.kernels.triton.target import DEFAULT, described
 from qserve.kernels.triton.tuning import tuned
 from qserve.kernels.triton.tuning.configs import BUCKETS, Config
 from tests.kernels.triton import aot, linear_cases
-from tests.kernels.triton.aot import loop, loops
+from tests.kernels.triton.aot import loop
 
 HERE = Path(__file__).parent
 
 
 def check(name: str, made) -> None:  # type: ignore[no-untyped-def]
     architecture = re.findall(r"sm_\d+", name)[0]
-    if made.spills:
-        # A register or two may be parked beside the loop, and in it where that was measured best all the same.
-        parked = [line for body in loops(made) for line in body if re.search(r"\b(LDL|STL)", line)]
-        assert made.spills <= 16 and len(parked) <= (2 if "-triton-" in name else 0), name
+    # What was measured best may park a register in the loop all the same.
+    assert aot.parked(made) <= (2 if "-triton-" in name else 0), name
     assert made.registers <= 255, name
     assert made.shared_bytes <= described(architecture).shared_bytes, name
 
