@@ -138,7 +138,7 @@ def test_an_update_under_load_fails_no_request(fleet: FleetProcess) -> None:
             fleet.write("2")
             fleet.process.send_signal(signal.SIGHUP)
             done = lambda: not before & set(fleet.replicas("a")) and len(fleet.replicas("a")) == 2  # noqa: E731
-            fleet.until(done, 120, "two replicas of the new version")
+            fleet.until(done, 240, "two replicas of the new version")
             fleet.until(lambda: len(fleet.servers("a")) == 2, 60, "the old servers have ended")
         finally:
             updated.set()
