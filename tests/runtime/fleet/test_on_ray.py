@@ -118,6 +118,7 @@ def test_a_server_ends_with_its_actor_and_another_comes(fleet: FleetProcess) -> 
     fleet.until(lambda: len(fleet.replicas("a")) == 2 and set(fleet.replicas("a")) != before, 60, "a new replica")
 
 
+@pytest.mark.timeout(600)
 def test_an_update_under_load_fails_no_request(fleet: FleetProcess) -> None:
     before, updated = set(fleet.replicas("a")), threading.Event()
     fleet.lines.clear()
