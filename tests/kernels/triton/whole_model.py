@@ -5,8 +5,8 @@ time of a decode step (graph replays, and the copies before and after them) or o
 share of the roofline (bytes over the rate of a copy or operations over that of a large product, both measured first),
 and how it compares with transformers, whose static batches run last for each model. All layers read weights of the
 same content from memory of their own. What does not fit the memory is said to be so, and OUT is written after every
-model and precision. ``--profile`` prints besides which kernels a step consists of, and what each takes. ``--layers N``
-has only as many. ``--tiny`` goes through Triton's interpreter on the CPU and proves that it runs, nothing else.
+model and precision. ``--profile`` prints besides which kernels a step consists of, and what each takes. ``--tiny``
+goes through Triton's interpreter on the CPU and proves that it runs, nothing else.
 """
 
 from __future__ import annotations
@@ -114,8 +114,7 @@ def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: 
     executor = registry.make("triton", activations=torch.bfloat16)
     device, weights = executor.placement.device, weight_bytes(config, spec)
     token = config.kv_bytes_per_token(kv_dtype.itemsize)
-    least = token * max(work.context, *(count * length for count, length in work.prompts[:1]))
-    if (reason := lacking(device, weights + least)) is not None:
+    if (reason := lacking(device, weights + token * work.context)) is not None:
         yield {**about, "skipped": f"the weights do not fit: {reason}"}
         return
     prompts: list[tuple[int, int]] = []
@@ -130,10 +129,13 @@ def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: 
                 found.append((count, length))
             else:
                 yield {**about, "skipped": f"{count} of {length} tokens do not fit: with the weights it {reason}"}
-    blocks = max(count * -(-length // 16) for count, length in [*prompts, *requests]) + 8
-    most = max(count for count, _ in [*prompts, *requests])
+    fitting = [*prompts, *requests]
+    if not fitting:
+        return
+    blocks = max(count * -(-length // 16) for count, length in fitting) + 8
+    most = max(count for count, _ in fitting)
     tokens = max([most, *(count * length for count, length in prompts)])
-    longest = max(length for _, length in [*prompts, *requests]) + 16
+    longest = max(length for _, length in fitting) + 16
     sizes = DecoderLimits(tokens, most, longest, blocks)
     decoder = Decoder(RandomModel(shape, spec, device), config, executor, sizes, kv_dtype=kv_dtype)
     forget()
@@ -194,7 +196,6 @@ def main() -> int:
     parser.add_argument("--models", default="llama-3-8b,llama-3-70b")
     parser.add_argument("--precisions", default=",".join([*PRECISIONS, "transformers"]))
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--layers", type=int, help="all by default")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which nothing new is begun")
     asked = parser.parse_args()
     until = time.monotonic() + asked.limit
@@ -210,8 +211,6 @@ def main() -> int:
     print(f"{found['device']}: {rates}")
     for name in ["tiny"] if asked.tiny else asked.models.split(","):
         shape = shape_of(name)
-        if asked.layers:
-            shape = {**shape, "num_hidden_layers": asked.layers}
         for precision in asked.precisions.split(","):
             label = static_batching.NAME if precision == "transformers" else precision
             begun = len(results)
