@@ -24,13 +24,14 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.families import FAMILIES
 from qserve.checkpoint.files import file_sha256
 from qserve.checkpoint.formats.format import Format
-from qserve.checkpoint.formats.mxfp4 import MXFP4, SCHEME, read_e8m0
+from qserve.checkpoint.formats.mxfp4 import MXFP4, read_e8m0
 from qserve.checkpoint.gguf_config import config_of
 from qserve.checkpoint.gguf_packed import KINDS, Parts, unpacked
 from qserve.checkpoint.gguf_reader import Header, StoredTensor, read_header
 from qserve.checkpoint.gguf_tensors import Stored, stored_tensors
 from qserve.checkpoint.gguf_tokenizer import tokenizer_of
 from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.checkpoint.spec import MXFP4 as SCHEME
 from qserve.checkpoint.spec import QuantSpec
 from qserve.checkpoint.tokenizer import save_portable
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.formats.compressed_tensors_config import layout
 from qserve.checkpoint.formats.format import FUSED, Format, Schemes, Shapes, is_embedding
-from qserve.checkpoint.grid import INTEGERS, TRELLIS
+from qserve.checkpoint.grid import E2M1, INTEGERS, TRELLIS
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 
 # Group sizes of the Marlin kernels, and the multiples of outputs and inputs they need.
@@ -86,16 +86,16 @@ def _qserve(case: _Case) -> str | None:
 
 
 def _vllm(case: _Case) -> str | None:
-    return _served(case, heads_of_kv=True, small_inputs=True)
+    return _served(case, heads_of_kv=True, small_inputs=True, fp4=True)
 
 
 def _sglang(case: _Case) -> str | None:
-    return _served(case, heads_of_kv=False, small_inputs=case.format.name.startswith("gptq"))
+    return _served(case, heads_of_kv=False, small_inputs=case.format.name.startswith("gptq"), fp4=False)
 
 
-def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool) -> str | None:
+def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, fp4: bool) -> str | None:
     """The limits of vLLM, which SGLang took over. ``small_inputs``: symmetric weights that Marlin cannot take run in a
-    slower kernel."""
+    slower kernel; ``fp4``: 4-bit floats are loaded where inputs are not rounded."""
     kv_cache = case.spec.kv_cache
     if case.format.name == "gguf":
         return _GGUF
@@ -110,11 +110,12 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool) -> str | None
     for module, scheme, activations in case.kinds():
         if is_embedding(module):
             return f"{module}: an embedding is not loaded packed"
-        weight_only = activations is None and scheme.grid is INTEGERS
-        reason = (
-            _integers(case, module, scheme, small_inputs=small_inputs) if weight_only
-            else _rounded_inputs(scheme, activations, case.shapes[module])
-        )
+        if activations is None and scheme.grid is INTEGERS:
+            reason = _integers(case, module, scheme, small_inputs=small_inputs)
+        elif scheme.grid is E2M1:
+            reason = _four_bit_floats(case.shapes[module]) if fp4 else "4-bit floats are loaded with inputs in 4 bits"
+        else:
+            reason = _rounded_inputs(scheme, activations, case.shapes[module])
         if reason is not None:
             return f"{module}: {reason}"
     return _unlike_siblings(case) or _undivided(case)
@@ -133,6 +134,12 @@ def _integers(case: _Case, module: str, scheme: WeightScheme, *, small_inputs: b
     if not awq and not (small_inputs and scheme.symmetric) and not _fits_marlin(case.shapes[module]):
         return f"[{out}, {inp}]: the kernel needs outputs in multiples of {_MARLIN_OUT} and inputs of {_MARLIN_IN}"
     return None
+
+
+def _four_bit_floats(shape: tuple[int, int]) -> str | None:
+    if _fits_marlin(shape):
+        return None
+    return f"{list(shape)}: the kernel needs outputs in multiples of {_MARLIN_OUT} and inputs of {_MARLIN_IN}"
 
 
 def _rounded_inputs(scheme: WeightScheme, activations: ActivationScheme | None, shape: tuple[int, int]) -> str | None:
@@ -201,7 +208,8 @@ def _transformers_compressed(case: _Case) -> str | None:
     for module in filter(_EXPERT.search, case.schemes):
         if case.schemes[module] != weights:
             return f"{module}: all experts must have the one global scheme"
-        if not weights.symmetric or weights.rows not in (1, -1) or stored == "int-quantized":
+        kept = weights.grid is E2M1 or weights.rows not in (1, -1) or stored == "int-quantized"
+        if kept or not weights.symmetric:
             return f"{module}: experts are loaded from packed symmetric integers, or from fp8 per channel or tensor"
     if at_once := _dequantized_at_once(case):
         for module, scheme, activations in case.kinds():

@@ -33,6 +33,7 @@ class QuantizedWeight:
     bias         float32 [out], or None
     activations  how the input of the product is rounded, or None where it is not
     input_scale  the scale of the input, where ``activations`` has a static one
+    global_scale what NVFP4 multiplies scales by, so that they are e4m3 numbers, where that is known
     """
 
     scheme: WeightScheme
@@ -43,6 +44,7 @@ class QuantizedWeight:
     bias: Tensor | None = None
     activations: ActivationScheme | None = None
     input_scale: float | None = None
+    global_scale: float | None = None
 
     @property
     def codes(self) -> Tensor:

@@ -112,6 +112,10 @@ class WeightScheme:
         return f"{self.bits} bit {shared} {'symmetric' if self.symmetric else 'asymmetric'}"
 
 
+MXFP4, NVFP4 = WeightScheme(4, 32, dtype="fp4"), WeightScheme(4, 16, dtype="fp4")
+"""Their scales are powers of two; and e4m3 numbers over a number that the whole weight has."""
+
+
 @dataclass(frozen=True)
 class ActivationScheme:
     """How the input of a linear is rounded before the product.

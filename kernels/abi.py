@@ -98,8 +98,9 @@ def _struct(name: str, pointers: str, ints: str = "", floats: str = "") -> type[
 
 
 ScaleSearch = _struct("scale_search", "weight importance ranges scales zeros", "width period steps zero max_code")
+ScaleChoice = _struct("scale_choice", "weight importance candidates scales", "width period steps")
 RowSampling = _struct("row_sampling", "rows point temperature top_p min_p top_k tokens", "vocab")
-Sweep = _struct("sweep", "weight aims upper scales zeros order codes", "inputs outputs width zero max_code")
+Sweep = _struct("sweep", "weight aims upper scales zeros order codes", "inputs outputs width zero max_code e2m1")
 TrellisSweep = _struct("trellis_sweep", "weight aims upper scales order symbols", "inputs outputs width bits")
 Tiling = _struct("tiling", "words strides nibbles order tiles", "outputs inputs k bits dtype")
 Rounding = _struct("rounding", "weight codes scales", "inputs width dtype")

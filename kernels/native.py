@@ -114,7 +114,8 @@ def _declare(loaded: C.CDLL) -> None:
     loaded.qs_peak_products.argtypes = [C.c_int64, C.c_int32]
     loaded.qs_peak_read.restype = C.c_int64
     loaded.qs_peak_read.argtypes = [C.c_void_p, C.c_int64]
-    rounding = (loaded.qs_search_scales, loaded.qs_sweep_chunks, loaded.qs_trellis_panels, loaded.qs_draw_rows)
+    rounding = (loaded.qs_search_scales, loaded.qs_choose_scales, loaded.qs_sweep_chunks, loaded.qs_trellis_panels,
+                loaded.qs_draw_rows)  # fmt: skip
     products = (loaded.qs_pack_panels, loaded.qs_add_moment, loaded.qs_attend_causal, loaded.qs_multiply)
     at_load = (loaded.qs_tile_codes, loaded.qs_round_rows)
     for shared in (*rounding, *products, *at_load):

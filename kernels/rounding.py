@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.grid import E2M1
+from qserve.checkpoint.spec import WeightScheme
 from qserve.checkpoint.trellis import RING
 from qserve.kernels import abi
 from qserve.kernels.native import Isa, address, library, run_pieces
@@ -44,26 +46,46 @@ def search_scales(
     run_pieces(library().qs_search_scales, op, rows, threads, isa)
 
 
+def choose_scales(
+    weight: Tensor,
+    importance: Tensor,
+    candidates: Tensor,
+    *,
+    threads: int | None = None,
+    isa: Isa | None = None,
+) -> Tensor:
+    """For each row of ``weight`` float32 [rows, width] that of its ``candidates`` float32 [rows, steps] which leaves
+    the least error in numbers of four bits (e2m1): float32 [rows]. ``importance`` as of ``search_scales``."""
+    rows, width = weight.shape
+    scales = torch.empty(rows)
+    op = abi.ScaleChoice(
+        weight=address(weight), importance=address(importance), candidates=address(candidates), scales=address(scales),
+        width=width, period=len(importance), steps=candidates.shape[1],
+    )  # fmt: skip
+    threads = threads or min(default_threads(), max(1, weight.numel() >> 15))
+    run_pieces(library().qs_choose_scales, op, rows, threads, isa)
+    return scales
+
+
 def sweep(
     weight: Tensor,
     upper: Tensor,
     order: Tensor,
     scales: Tensor,
     zeros: Tensor | None,
+    scheme: WeightScheme,
     *,
-    zero: int,
-    max_code: int,
     aims: Tensor | None = None,
     threads: int | None = None,
     isa: Isa | None = None,
 ) -> Tensor:
     """The codes uint8 [out, in] of ``weight`` float32 [out, in], chosen input by input; later inputs compensate for the
-    error of earlier ones.
+    error of earlier ones. They are integers, or numbers of four bits where the ``scheme`` says fp4.
 
     ``order`` int64 [in] says which input comes when. ``upper`` float32 [in, in], in that order, is the factor of the
     inverse Hessian. ``scales`` and ``zeros`` float32 [out, groups] belong to consecutive inputs; zeros is None where
-    the code of 0 is always ``zero``. ``aims``, like ``weight``: errors are counted from them, not from what is rounded.
-    The computation is that of ``qs_sweep`` in ``csrc/qserve.h``. A row's result
+    the code of 0 is always that of the scheme. ``aims``, like ``weight``: errors are counted from them, not from what
+    is rounded. The computation is that of ``qs_sweep`` in ``csrc/qserve.h``. A row's result
     depends neither on other rows nor on ``threads``.
     """
     outputs, inputs = weight.shape
@@ -74,7 +96,7 @@ def sweep(
     op = abi.Sweep(
         weight=address(weight), aims=address(aims), upper=address(upper), scales=address(scales), zeros=address(zeros),
         order=address(places), codes=address(codes), inputs=inputs, outputs=outputs, width=inputs // scales.shape[1],
-        zero=zero, max_code=max_code,
+        zero=scheme.zero, max_code=scheme.max_code, e2m1=scheme.grid is E2M1,
     )  # fmt: skip
     run_pieces(library().qs_sweep_chunks, op, -(-outputs // _SWEEP_OUTPUTS), threads, isa)
     return codes

@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qserve.checkpoint.grid import E2M1
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
+from qserve.quantize import fp4
 from qserve.quantize.scales import storable
 from qserve.quantize.sweep import sweep_with_torch
 from qserve.runtime import heap
@@ -52,7 +54,7 @@ def descend(
     coupled     ``couplings`` of the last three, where they are known already
 
     The error of an output is d H d^T, d being what its weights lose. No step raises it, but for the rounding of scales
-    to float16. An output depends only on its own row.
+    to what is stored. An output depends only on its own row.
     """
     coupled = couplings(hessian, diagonal, order) if coupled is None else coupled
     count = turns(weight.shape[1]) if count is None else count
@@ -112,9 +114,8 @@ class _Problem:
         lost[:, self.order] = start  # back in the order of the checkpoint
         if native.missing() is None:
             return rounding.sweep(
-                lost, self.couplings, self.order, scales, self.zeros,
-                zero=self.scheme.zero, max_code=self.scheme.max_code, aims=self.weight,
-            )  # fmt: skip
+                lost, self.couplings, self.order, scales, self.zeros, self.scheme, aims=self.weight
+            )
         found, _, _ = sweep_with_torch(
             lost, self.diagonal, self.scheme, self.order, self.couplings, scales, self.zeros, self.weight
         )
@@ -124,6 +125,7 @@ class _Problem:
         """Each scale of an output in turn: with c the steps of a group, it changes by r c / c H c^T, where r is that
         group of what is lost times H."""
         steps, scales = self._steps(codes), scales.clone()
+        shared = fp4.global_scale(scales, self.scheme)
         lost = self.weight - steps * self._spread(scales)
         slopes = (lost @ self.hessian).addcmul_(lost, self.raised)
         del lost
@@ -136,13 +138,16 @@ class _Problem:
             # A weight that is not finite tells nothing of its output's scales.
             change = torch.where(curvature > 0, slope / curvature, 0.0).nan_to_num_(0.0, 0.0, 0.0)
             before = scales[:, group].clone()
-            scales[:, group] = storable(before + change)
+            wanted = before + change
+            scales[:, group] = fp4.storable(wanted, shared) if self.scheme.grid is E2M1 else storable(wanted)
             change = scales[:, group] - before
             slopes[:, stop:].addmm_(part * change[:, None], rows[:, stop:], alpha=-1.0)
         return scales
 
     def _steps(self, codes: Tensor) -> Tensor:
         """float32 [out, in]: codes counted from their zero points."""
+        if self.scheme.grid is E2M1:
+            return E2M1.numbers(codes)
         zeros = float(self.scheme.zero) if self.zeros is None else self._spread(self.zeros)
         return codes.to(torch.float32).sub_(zeros)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.grid import AFFINE, E4M3, INTEGERS, TRELLIS
+from qserve.checkpoint.grid import AFFINE, E2M1, E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
@@ -35,7 +35,7 @@ def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_ord
     ``act_order`` rounds the inputs of greatest activation first. Groups remain the consecutive inputs of the
     checkpoint and their scales are fixed beforehand, so nothing about the order needs to be stored. Without it
     a group's scales are chosen when its turn comes, on weights that already make up for earlier errors.
-    Either way they minimize the error weighted by the Hessian's diagonal. Scales of e4m3 weights, of two levels and
+    Either way they minimize the error weighted by the Hessian's diagonal. Scales of floats, of two levels and
     with real zero points are always fixed beforehand, as several outputs or groups may share one.
 
     Correlations of inputs are lowered, the more the fewer tokens were seen, as for any covariance estimated from few
@@ -154,19 +154,17 @@ def measured(weight: Tensor, packed: QuantizedWeight, factor: Factor, stats: Lay
 
 def rounded(inverse: Inverse, upper: Tensor, weight: Tensor, diagonal: Tensor, scheme: WeightScheme) -> Rounded:
     """``weight`` after GPTQ's own pass. ``upper``: of the inverse's factor; ``diagonal``: of the Hessian."""
-    if scheme.grid not in (INTEGERS, AFFINE, E4M3):
-        raise ValueError(f"GPTQ rounds to integers or e4m3 numbers, not to {scheme}")
+    if scheme.grid not in (INTEGERS, AFFINE, E2M1, E4M3):
+        raise ValueError(f"GPTQ rounds to integers, e2m1 or e4m3 numbers, not to {scheme}")
     if scheme.grid is E4M3:
         scales = fp8.search(weight, diagonal, scheme)
         return sweep_with_torch(weight, diagonal, scheme, inverse.order, upper, scales)
-    if not (inverse.act_order or scheme.scale_bits or scheme.grid.real_zeros):
+    if not (inverse.act_order or scheme.scale_bits or scheme.grid.scale_bits == 8 or scheme.grid.real_zeros):
         return sweep_with_torch(weight, diagonal, scheme, inverse.order, upper)
     scales, zeros = rtn.group_scales(weight, diagonal, scheme)
     raised, whole = rtn.above_minima(weight, scales, zeros, scheme)
     if native.missing() is None:
-        codes = rounding.sweep(
-            raised.contiguous(), upper, inverse.order, scales, whole, zero=scheme.zero, max_code=scheme.max_code
-        )
+        codes = rounding.sweep(raised.contiguous(), upper, inverse.order, scales, whole, scheme)
     else:
         codes, _, _ = sweep_with_torch(raised, diagonal, scheme, inverse.order, upper, scales, whole)
     return codes, scales, zeros

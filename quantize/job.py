@@ -8,11 +8,13 @@ from typing import Literal
 from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
-from qserve.checkpoint.spec import ActivationScheme, KVScheme, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, ActivationScheme, KVScheme, WeightScheme
 from qserve.quantize.gguf_recipes import RECIPES, Recipe
 from qserve.quantize.methods import METHODS, Method, usual_method
 
-SCHEMES = ("weights", "trellis", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block", *RECIPES)
+SCHEMES = (
+    "weights", "trellis", "nvfp4a16", "mxfp4a16", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block", *RECIPES
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,12 @@ class QuantizeJob:
     """The numbers that a checkpoint holds (the first options), how they are found, and from what data.
 
     scheme           weights: integers of ``bits`` in groups; trellis: codes of 2 to 4 bits that outputs choose
-                     together, which qserve alone reads; w8a8: int8 weights per channel, int8 inputs per token; fp8:
-                     e4m3 weights per channel, inputs per token; fp8-tensor: one scale for each, inputs dynamic;
-                     fp8-static: the same with calibrated input scales; fp8-block: weights in blocks of 128 x 128,
-                     inputs in groups of 128; Q4_K_M and the other ``RECIPES``: llama.cpp's types of these names, in
-                     the format gguf, which also choose what embedding and head have
+                     together, which qserve alone reads; nvfp4a16: e2m1 numbers of 4 bits, an e4m3 scale for every 16
+                     inputs; mxfp4a16: the same with a power of two for every 32; w8a8: int8 weights per channel, int8
+                     inputs per token; fp8: e4m3 weights per channel, inputs per token; fp8-tensor: one scale for each,
+                     inputs dynamic; fp8-static: the same with calibrated input scales; fp8-block: weights in blocks of
+                     128 x 128, inputs in groups of 128; Q4_K_M and the other ``RECIPES``: llama.cpp's types of these
+                     names, in the format gguf, which also choose what embedding and head have
     method           a name in ``METHODS``; None takes the one usual for the scheme
     effort           of error compensation: fast rounds each layer for the inputs it gets; normal also follows the
                      float model and makes up for what earlier layers lost; best learns the rounding after that
@@ -122,8 +125,9 @@ class QuantizeJob:
                     raise UsageError(f"{what} needs calibration text; give --calibration builtin or a file")
         if method.inputs != "any" and method.inputs != ("float" if self.activations is None else "rounded"):
             raise UsageError(method.instead)
-        if self.scheme == "trellis" and method.name not in ("gptq", "yaqa", "rtn"):
-            raise UsageError(f"--scheme trellis is for --method gptq, yaqa or rtn, not {method.name}")
+        own_numbers = self.scheme in ("trellis", "nvfp4a16", "mxfp4a16")
+        if own_numbers and (method.search_scale is not None or not method.symmetric):
+            raise UsageError(f"--scheme {self.scheme} is for --method gptq, yaqa or rtn, not {method.name}")
         if self.symmetric and not method.symmetric:
             raise UsageError(f"{method.name} finds zero points: use --asym with it")
         if self.effort == "best" and self.scheme not in ("weights", "trellis"):
@@ -170,6 +174,10 @@ class QuantizeJob:
                 return WeightScheme(self.bits, self.group_size, self.symmetric)
             case "trellis":
                 return WeightScheme(self.bits, self.group_size, self.symmetric, "trellis")
+            case "nvfp4a16":
+                return NVFP4
+            case "mxfp4a16":
+                return MXFP4
             case "w8a8":
                 return WeightScheme(8, -1)
             case "fp8":
@@ -183,7 +191,7 @@ class QuantizeJob:
         if self.recipe is not None:
             return None
         match self.scheme:
-            case "weights" | "trellis":
+            case "weights" | "trellis" | "nvfp4a16" | "mxfp4a16":
                 return None
             case "w8a8":
                 return ActivationScheme("int8")

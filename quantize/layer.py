@@ -13,6 +13,7 @@ from qserve.checkpoint.grid import Grid
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import products
+from qserve.quantize import fp4
 
 # Columns of a Hessian that are converted at once: all of 28,672 inputs would take gigabytes.
 _TILE = 4096
@@ -75,11 +76,15 @@ class LayerResult:
 def quantized_weight(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme) -> QuantizedWeight:
     """float codes [out, in], scales and zeros [out, groups] -> QuantizedWeight with consecutive groups."""
     real = scheme.grid.real_zeros
+    shared = fp4.global_scale(scales, scheme)
+    if shared is not None:  # scales of parts that were rounded apart may be finer
+        scales = fp4.storable(scales, shared)
     return QuantizedWeight(
         scheme=scheme,
         stored=codes.to(torch.uint8).contiguous(),
         scales=scales.contiguous(),
         zeros=None if zeros is None else zeros.to(torch.float32 if real else torch.uint8).contiguous(),
+        global_scale=shared,
     )
 
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.grid import AFFINE, E4M3, INTEGERS, TRELLIS
+from qserve.checkpoint.grid import AFFINE, E2M1, E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
-from qserve.quantize import fp8, superblocks, trellis
+from qserve.quantize import fp4, fp8, superblocks, trellis
 from qserve.quantize import scales as scale_search
 from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 
@@ -34,10 +34,12 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
     that share a scale among outputs."""
     if scheme.grid is E4M3:
         return fp8.nearest(weight, importance, scheme)
+    if scheme.grid is E2M1:
+        return fp4.nearest(weight, importance, scheme)
     if scheme.grid is TRELLIS:
         return trellis.nearest(weight, importance, scheme)
     if scheme.grid not in (INTEGERS, AFFINE) or scheme.rows != 1:
-        raise ValueError(f"rounding needs e4m3 numbers, or integers with scales for each output, not {scheme}")
+        raise ValueError(f"rounding needs e4m3 or e2m1 numbers, or integers with scales for each output, not {scheme}")
     out, inp = weight.shape
     width = scheme.group_width(inp)
     scales, zeros = group_scales(weight, importance, scheme)
@@ -50,6 +52,8 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
 def group_scales(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Tensor, Tensor | None]:
     """The scales and zero points float32 [out, groups] of least squared error that ``scheme`` can store; arguments as
     those of ``nearest``."""
+    if scheme.grid is E2M1:
+        return fp4.search(weight, importance, scheme), None
     if scheme.scale_bits or scheme.grid.real_zeros:
         return superblocks.search(weight, importance, scheme)
     return scale_search.search_groups(weight, importance, scheme)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.grid import E4M3, INTEGERS, TRELLIS
+from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize.job import QuantizeJob
 
@@ -128,6 +128,8 @@ def word_values(scheme: WeightScheme) -> int:
         return 1
     if scheme.grid is TRELLIS:
         return 16  # whole tiles
+    if scheme.grid is E2M1:
+        return scheme.group_size  # no other group has such scales
     if scheme.grid is not INTEGERS:
         raise UsageError(f"no method rounds weights to {scheme}")
     return {2: 16, 3: 32, 4: 8, 5: 1, 6: 1, 8: 4}[scheme.bits]

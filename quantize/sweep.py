@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.grid import E4M3
+from qserve.checkpoint.grid import E2M1, E4M3
 from qserve.checkpoint.spec import WeightScheme
+from qserve.quantize import fp4
 from qserve.quantize import scales as scale_search
 
 # Columns rounded one by one before a matrix product applies their error to the others.
@@ -104,6 +105,9 @@ class _Sweep:
             numbers = codes.clamp_(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
             self.codes[row] = numbers.view(torch.uint8)
             return numbers.to(torch.float32).mul_(scales)
+        if self.scheme.grid is E2M1:
+            self.codes[row] = fp4.encode(codes)
+            return E2M1.numbers(self.codes[row]).mul_(scales)
         offset = float(self.scheme.zero) if self.zeros is None else self.zeros[group]
         codes = codes.round_().add_(offset).clamp_(0, self.scheme.max_code)
         self.codes[row] = codes

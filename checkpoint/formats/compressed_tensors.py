@@ -11,6 +11,7 @@ W is [out, in], b the bits, s = 2 ** (b - 1); every part is stored row by row
     weight             int8 [out, in]                   code - s                         (int-quantized)
     weight             e4m3 [out, in]                   the numbers     (float-quantized, naive-quantized)
     weight_scale       [out, groups], [out, 1], [1], or one per block of outputs and inputs; uint8 is e8m0 (mxfp4)
+    weight_scale       e4m3 [out, in / 16]              times the next one               (nvfp4-pack-quantized)
     weight_global_scale  f32 [1]                        divides the scales               (nvfp4-pack-quantized)
     input_global_scale   f32 [1]                        of inputs in four bits, which stay finer here
     weight_zero_point  int32 [ceil(out * b / 32), groups], packed along the output (pack-quantized), or
@@ -49,6 +50,8 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight, in_order
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.trellis import LANES, RING, PackedTrellis
 from qserve.checkpoint.words import pack_words, unpack_words, words_for
+
+_GLOBAL = "weight_global_scale"
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class CompressedTensors:
             parts["weight"] = _signed(weight.codes, scheme)
             if weight.zeros is not None:
                 parts["weight_zero_point"] = _signed(weight.zeros, scheme)
-        elif layout == "mxfp4-pack-quantized":
+        elif scheme.grid is E2M1:
             parts["weight_packed"] = write_e2m1(weight.codes)
         elif layout == "trellis":
             if not isinstance(weight.stored, PackedTrellis) or weight.stored.tiles is not None:
@@ -114,7 +117,10 @@ class CompressedTensors:
         else:
             parts["weight"] = weight.codes.view(torch.float8_e4m3fn)
         scales = scales.reshape(-1) if scheme.rows == -1 else scales
-        parts["weight_scale"] = write_e8m0(scales) if scheme.grid is E2M1 else narrowest(scales)
+        if layout == "nvfp4-pack-quantized":
+            parts["weight_scale"], parts["weight_global_scale"] = _write_e4m3(scales, weight.global_scale)
+        else:
+            parts["weight_scale"] = write_e8m0(scales) if scheme.grid is E2M1 else narrowest(scales)
         if weight.input_scale is not None:
             parts["input_scale"] = torch.tensor([weight.input_scale], dtype=torch.float32)
         if weight.bias is not None:
@@ -144,6 +150,7 @@ class CompressedTensors:
             bias_from(parts, out),
             activations,
             one_number(parts, "input_scale") if activations is not None and not activations.dynamic else None,
+            one_number(parts, _GLOBAL) if _GLOBAL in parts else None,
         )
         weight.check()
         return in_order(weight)
@@ -166,9 +173,17 @@ def _scale(parts: Mapping[str, Tensor]) -> Tensor:
     scale = require(parts, "weight_scale")
     if scale.dtype == torch.uint8:
         return read_e8m0(scale)
-    if "weight_global_scale" in parts:
-        return scale.float() / one_number(parts, "weight_global_scale")
-    return scale
+    return scale.float() / one_number(parts, _GLOBAL) if _GLOBAL in parts else scale
+
+
+def _write_e4m3(scales: Tensor, shared: float | None) -> tuple[Tensor, Tensor]:
+    """The parts of NVFP4's scales; raises ``CheckpointError`` where no number is known that makes them e4m3 numbers."""
+    if shared is None:
+        raise CheckpointError("NVFP4 is written where the global scale of a weight is known")
+    number, written = (scales * shared).to(torch.float8_e4m3fn), torch.tensor([shared], dtype=torch.float32)
+    if not torch.equal(number.float() / written, scales):
+        raise CheckpointError("a scale is no e4m3 number over the global scale, which NVFP4 needs")
+    return number, written
 
 
 def _packed(parts: Mapping[str, Tensor], scheme: WeightScheme) -> tuple[PackedCodes, Tensor | None]:

@@ -21,17 +21,16 @@ from qserve.checkpoint.formats.format import (
     scheme_from,
 )
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
-from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 _WHAT = "compressed-tensors"
 Granularity = Literal["token", "group", "tensor"]
 Layout = Literal[
-    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "trellis"
-]
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized", "trellis"
+]  # fmt: skip
 """``trellis`` is qserve's own."""
-_FP4_GROUPS = {"mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
-"""The size of their groups. NVFP4 is read, and not written."""
-_LAYOUTS = tuple(dict.fromkeys((*get_args(Layout), *_FP4_GROUPS)))
+_FP4: dict[WeightScheme, Layout] = {MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"}
 _TYPES = {INTEGERS: "int", E4M3: "float", E2M1: "float", TRELLIS: "trellis"}
 _MIXED = "mixed-precision"
 _PLAIN_ORDER = (None, False, "weight", "static")
@@ -42,7 +41,7 @@ def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout
     if reason := unsayable(scheme, activations):
         raise UsageError(reason)
     if scheme.grid is E2M1:
-        return "mxfp4-pack-quantized"
+        return _FP4[scheme]
     if scheme.grid is TRELLIS:
         return "trellis"
     if scheme.grid is E4M3:
@@ -52,15 +51,14 @@ def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout
 
 def unsayable(scheme: WeightScheme, activations: ActivationScheme | None) -> str | None:
     """Why the configuration cannot express a scheme, or None."""
-    if scheme.grid not in _TYPES or (scheme.grid is E2M1 and (scheme.group_size, scheme.rows) != (32, 1)):
+    if scheme.grid not in _TYPES or (scheme.grid is E2M1 and scheme not in _FP4):
         return f"{scheme} weights are not written as compressed-tensors"
     if scheme.rows != 1 and (scheme.rows == -1) != (scheme.group_size == -1):
         return f"compressed-tensors cannot say {scheme}"
     if scheme.rows != 1 and not scheme.symmetric:
         return f"compressed-tensors stores zero points per group or channel, not for {scheme}"
     if activations is not None and scheme.grid in (E2M1, TRELLIS):
-        kind = "MXFP4" if scheme.grid is E2M1 else "trellis"
-        return f"compressed-tensors is written with {kind} weights only where inputs are not rounded"
+        return f"compressed-tensors is written with {scheme.dtype} weights only where inputs are not rounded"
     if scheme.grid is TRELLIS and scheme.rows != 1:
         return f"compressed-tensors cannot say {scheme}"
     if activations is not None and activations.grid is E4M3 and scheme.grid is INTEGERS and scheme.bits == 8:
@@ -105,7 +103,10 @@ def _group(targets: list[str], scheme: WeightScheme, activations: ActivationSche
     weights = _args(scheme.bits, _TYPES[scheme.grid], strategy, symmetric=scheme.symmetric,
                     group_size=scheme.group_size if strategy == "group" else None)
     if scheme.grid is E2M1:
-        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        stored = "torch.uint8" if scheme == MXFP4 else "torch.float8_e4m3fn"
+        weights |= {"scale_dtype": stored, "zp_dtype": stored}
+    if scheme == NVFP4:
+        weights["strategy"] = "tensor_group"
     if strategy == "block":
         weights["block_structure"] = [scheme.rows, scheme.group_size]
     return {
@@ -202,8 +203,8 @@ def _groups(config: Mapping[str, Any]) -> list[_Group]:
         if not isinstance(entry, dict) or not isinstance(entry.get("weights"), dict):
             raise CheckpointError(f'{_WHAT} configuration: {name} must be an object with "weights"')
         stored = entry.get("format") or config.get("format")
-        if stored not in _LAYOUTS:
-            supported = ", ".join(_LAYOUTS)
+        if stored not in get_args(Layout):
+            supported = ", ".join(get_args(Layout))
             raise CheckpointError(f"{_WHAT} format {stored!r} is not supported; supported: {supported}")
         if entry.get("output_activations"):
             raise CheckpointError(f"{_WHAT} configuration: {name} rounds outputs, which is not supported")
@@ -211,9 +212,8 @@ def _groups(config: Mapping[str, Any]) -> list[_Group]:
         if order not in (*_PLAIN_ORDER, "group", "dynamic"):
             raise CheckpointError(f"{_WHAT} configuration: actorder {order!r} is not supported")
         weights = _weights(entry["weights"])
-        size = _FP4_GROUPS.get(str(stored))
-        other = (weights.grid is E2M1) != (size is not None) or (weights.grid is TRELLIS) != (stored == "trellis")
-        if other or size not in (None, weights.group_size):
+        own = "trellis" if weights.grid is TRELLIS else _FP4.get(weights, "") if weights.grid is E2M1 else None
+        if own != (stored if stored in ("trellis", *_FP4.values()) else None):
             raise CheckpointError(f"{_WHAT} format {stored!r} does not hold {weights}")
         targets = names_from(_WHAT, f"targets of {name}", entry.get("targets"))
         groups.append(_Group(tuple(_target(text) for text in targets), weights,

@@ -22,10 +22,10 @@ from qserve.checkpoint.formats.format import bias_from, method_of, require
 from qserve.checkpoint.formats.read_only import ReadOnlyFormat
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.safetensors_index import StoredTensor
+from qserve.checkpoint.spec import MXFP4 as SCHEME
 from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.words import pack_words, unpack_words
 
-SCHEME = WeightScheme(4, 32, dtype="fp4")
 _PARTS = ("blocks", "scales", "bias")
 
 

@@ -28,7 +28,7 @@ from qserve.checkpoint.formats.read_only import ReadOnlyFormat
 from qserve.checkpoint.grid import E2M1, E4M3
 from qserve.checkpoint.packed_codes import PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP4, ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 _WHAT = "Quark"
 _WEIGHTS = ("fp8_e4m3 per_tensor or per_channel, fp4 per_group of 32, int4 and uint4 per_group, "
@@ -145,7 +145,7 @@ def _weights(said: object) -> WeightScheme:
             return scheme_from(_WHAT, bits=8, group_size=-1, dtype=_BYTES[kind], rows=rows)
         if shared == "per_group" and said.get("ch_axis") in (1, -1):
             if (kind, size, said.get("scale_format")) == ("fp4", 32, "e8m0"):
-                return WeightScheme(4, 32, dtype="fp4")
+                return MXFP4
             if kind in ("int4", "uint4"):
                 return scheme_from(_WHAT, bits=4, group_size=size, symmetric=kind == "int4")
         said = f"{kind} {shared}"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qserve.checkpoint.grid import TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, ActivationScheme, WeightScheme
 from qserve.checkpoint.trellis import LANES, RING, PackedTrellis
 from qserve.evals.bench.roofline import Roof
 from qserve.evals.report import Metric, Plot, Report, Section
@@ -66,8 +66,8 @@ class Kernel:
 KERNELS = (
     Kernel("W4 g64", WeightScheme(4, 64)),
     Kernel("W4 g32", WeightScheme(4, 32)),
-    Kernel("MXFP4", WeightScheme(4, 32, dtype="fp4")),
-    Kernel("NVFP4", WeightScheme(4, 16, dtype="fp4")),
+    Kernel("MXFP4", MXFP4),
+    Kernel("NVFP4", NVFP4),
     Kernel("NF4", WeightScheme(4, 64, dtype="nf4")),
     Kernel("HQQ 4 bit", WeightScheme(4, 64, symmetric=False, dtype="hqq")),
     Kernel("trellis 4 bit", WeightScheme(4, 64, dtype="trellis")),

@@ -113,6 +113,7 @@ typedef struct {
     void (*delta)(const qs_gated_delta *op, const float *x, float *out, float *state, int32_t tokens, int32_t begins,
                   int32_t head);
     void (*search_scale)(const qs_scale_search *op, int64_t row);
+    void (*choose_scale)(const qs_scale_choice *op, int64_t row);
     void (*sweep)(const qs_sweep *op, int64_t chunk, float *errors);
     int64_t (*trellis_bytes)(const qs_trellis_sweep *op); /* of its memory */
     void (*trellis_sweep)(const qs_trellis_sweep *op, int64_t panel, void *memory);

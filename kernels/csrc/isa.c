@@ -71,6 +71,14 @@ int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows,
     return kernels ? 0 : -1;
 }
 
+int32_t qs_choose_scales(const qs_scale_choice *op, int64_t first, int64_t rows, int32_t isa)
+{
+    const qs_kernels *kernels = qs_kernels_of(isa);
+    for (int64_t row = first; kernels && row < first + rows; row++)
+        kernels->choose_scale(op, row);
+    return kernels ? 0 : -1;
+}
+
 int32_t qs_draw_rows(const qs_row_sampling *op, int64_t first, int64_t rows, int32_t isa)
 {
     const qs_kernels *kernels = qs_kernels_of(isa);

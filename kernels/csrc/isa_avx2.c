@@ -229,6 +229,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .attend_latent = attend_latent, \
         .finish_latent = finish_latent, \
         .search_scale = QS_NAME(search_scale), \
+        .choose_scale = QS_NAME(choose_scale), \
         .sweep = QS_NAME(sweep), \
         .trellis_bytes = QS_NAME(trellis_bytes), \
         .trellis_sweep = QS_NAME(trellis_sweep), \

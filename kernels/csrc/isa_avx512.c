@@ -43,6 +43,7 @@ const qs_kernels qs_kernels_avx512 = {
     .attend_latent = attend_latent,
     .finish_latent = finish_latent,
     .search_scale = QS_NAME(search_scale),
+    .choose_scale = QS_NAME(choose_scale),
     .route = QS_NAME(route),
     .combine = QS_NAME(combine),
     .sigmoid_mul = QS_NAME(sigmoid_mul),

@@ -82,6 +82,7 @@ const qs_kernels qs_kernels_scalar = {
     .attend_latent = attend_latent,
     .finish_latent = finish_latent,
     .search_scale = qs_scalar_search_scale,
+    .choose_scale = qs_scalar_choose_scale,
     .route = qs_scalar_route,
     .combine = qs_scalar_combine,
     .sigmoid_mul = qs_scalar_sigmoid_mul,

@@ -418,6 +418,18 @@ typedef struct {
  * lacks. */
 int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows, int32_t isa);
 
+/* Offline: for each row of a weight (a group of inputs) that of its candidates, f32 [rows, steps] and positive, which leaves
+ * the least error where every code is the nearest number of four bits (e2m1). The first of equals. Weight, importance,
+ * scales (out) and period as of qs_scale_search. */
+typedef struct {
+    const float *weight, *importance, *candidates;
+    float *scales;
+    int32_t width, period, steps;
+} qs_scale_choice;
+
+/* As qs_search_scales. */
+int32_t qs_choose_scales(const qs_scale_choice *op, int64_t first, int64_t rows, int32_t isa);
+
 /* Offline: GPTQ's pass over the inputs of a weight (arXiv 2210.17323) with scales fixed beforehand. Input by input in
  * `order`, every output takes the nearest code of what is left of its weight. The inputs that follow compensate for the
  * error: it is divided by the diagonal of `upper` and applied to them by the row of `upper`. An error is what is lost of
@@ -425,14 +437,15 @@ int32_t qs_search_scales(const qs_scale_search *op, int64_t first, int64_t rows,
  *
  * weight, aims f32 [outputs, inputs], aims NULL for none; upper f32 [inputs, inputs] in the order of rounding, read only on and above its
  * diagonal; scales, zeros f32 [outputs, inputs / width], zeros NULL where the code of 0 is `zero`; order [inputs],
- * which input comes when; codes [outputs, inputs], 0 .. max_code, at most 255. An output's codes depend only on its own
- * row. */
+ * which input comes when; codes [outputs, inputs], 0 .. max_code, at most 255. With `e2m1` codes are numbers of four bits
+ * (OCP Microscaling Formats, 2023), half to even, and zero points count for nothing. An output's codes depend only on its
+ * own row. */
 #define QS_SWEEP_OUTPUTS 32
 typedef struct {
     const float *weight, *aims, *upper, *scales, *zeros;
     const int32_t *order;
     uint8_t *codes;
-    int32_t inputs, outputs, width, zero, max_code;
+    int32_t inputs, outputs, width, zero, max_code, e2m1;
 } qs_sweep;
 
 /* The chunks first .. first + chunks - 1, of QS_SWEEP_OUTPUTS outputs each; callers may split them among threads. Returns

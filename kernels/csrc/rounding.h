@@ -91,6 +91,32 @@ static void QS_NAME(search_scale)(const qs_scale_search *op, int64_t row)
     }
 }
 
+/* The distance of e2m1's numbers at a magnitude of at most 6. */
+static inline float QS_NAME(e2m1_unit)(float size)
+{
+    return size < 2 ? 0.5f : size < 4 ? 1.0f : 2.0f;
+}
+
+static void QS_NAME(choose_scale)(const qs_scale_choice *op, int64_t row)
+{
+    const float *w = op->weight + row * op->width, *h = op->importance + row % op->period * op->width;
+    const float *candidates = op->candidates + row * op->steps;
+    float best = 0;
+    for (int32_t s = 0; s < op->steps; s++) {
+        float scale = candidates[s], sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int32_t j = 0; j < op->width; j++) {
+            float size = w[j] < 0 ? -w[j] : w[j], steps = QS_NAME(between)(size / scale, 0, 6);
+            float unit = QS_NAME(e2m1_unit)(steps), error = QS_NAME(round)(steps / unit) * unit * scale - size;
+            sum += error * error * h[j];
+        }
+        if (s == 0 || sum < best) {
+            best = sum;
+            op->scales[row] = scale;
+        }
+    }
+}
+
 #define SWEEP_BLOCK 16 /* inputs that are rounded one after the other, before their errors are applied to later ones */
 #define SWEEP_SPAN 64  /* earlier inputs whose errors reach a block at once: their part of `upper` stays in cache */
 #ifdef __AVX512F__
@@ -150,12 +176,23 @@ static void QS_NAME(sweep)(const qs_sweep *op, int64_t chunk, float *errors)
                 zero[i] = op->zeros ? op->zeros[at] : (float)op->zero;
                 aim[i] = op->aims ? op->aims[output * inputs + input] : now[i];
             }
-            for (int32_t i = 0; i < OUTPUTS; i++) {
-                float low = -zero[i], high = (float)op->max_code - zero[i], steps = now[i] / scale[i];
-                steps = steps > low ? steps : low; /* also for NaN, which has no code */
-                steps = QS_NAME(round)(steps < high ? steps : high);
-                error[i] = (aim[i] - steps * scale[i]) * inverse;
-                codes[i] = steps + zero[i];
+            if (op->e2m1) {
+                for (int32_t i = 0; i < OUTPUTS; i++) {
+                    float steps = now[i] / scale[i], size = steps < 0 ? -steps : steps;
+                    size = size < 6 ? size : 6; /* also for NaN, which has no code */
+                    float unit = QS_NAME(e2m1_unit)(size), first = size < 2 ? 0.0f : size < 4 ? 2.0f : 4.0f;
+                    float place = QS_NAME(round)(size / unit), number = place * unit;
+                    error[i] = (aim[i] - (steps < 0 ? -number : number) * scale[i]) * inverse;
+                    codes[i] = place + first + (steps < 0 && place > 0 ? 8.0f : 0.0f);
+                }
+            } else {
+                for (int32_t i = 0; i < OUTPUTS; i++) {
+                    float low = -zero[i], high = (float)op->max_code - zero[i], steps = now[i] / scale[i];
+                    steps = steps > low ? steps : low; /* also for NaN, which has no code */
+                    steps = QS_NAME(round)(steps < high ? steps : high);
+                    error[i] = (aim[i] - steps * scale[i]) * inverse;
+                    codes[i] = steps + zero[i];
+                }
             }
             for (int32_t i = 0; i < count; i++)
                 op->codes[(first + i) * inputs + input] = (uint8_t)codes[i];

@@ -29,6 +29,7 @@ from qserve.checkpoint.source import ModelSource, open_model
 from qserve.checkpoint.spec import KVScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels.reference import decode_kv, encode_kv, round_input
+from qserve.quantize import fp4
 from qserve.quantize.kv import recorded
 
 Judge = Callable[[str, str, Iterable[Sequence[object]]], None]
@@ -120,6 +121,8 @@ def _random_weight(scheme: WeightScheme, out: int, inp: int, seed: int = 0, *, l
     """Every code, and every zero point from ``lowest_zero``, is as likely as every other; scales that float16 holds
     make weights of about 0.1. ``shuffled`` puts the inputs into groups at random."""
     g = torch.Generator().manual_seed(seed)
+    if scheme.dtype == "fp4":
+        return fp4.nearest(0.1 * torch.randn(out, inp, generator=g), torch.ones(inp), scheme)
     groups, height = scheme.groups(inp), scheme.row_height(out)
     codes = torch.randint(0, 1 << scheme.bits, (out, inp), dtype=torch.uint8, generator=g)
     size = 0.1 / (1 << (scheme.bits - 1))

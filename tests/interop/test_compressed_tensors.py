@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qserve.checkpoint.source import open_model
-from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, ActivationScheme, QuantSpec, WeightScheme
 
 pytestmark = pytest.mark.interop
 
@@ -37,6 +37,8 @@ SPECS = {
     "float-quantized, blocks": QuantSpec("rtn", WeightScheme(8, 32, dtype="fp8", rows=32),
                                          ActivationScheme("fp8", "group", group_size=32)),
     "naive-quantized": QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8")),
+    "mxfp4-pack-quantized": QuantSpec("rtn", MXFP4),
+    "nvfp4-pack-quantized": QuantSpec("rtn", NVFP4),
 }
 
 

@@ -1,20 +1,21 @@
 import pytest
 import torch
 
-from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, WeightScheme
 from qserve.kernels import native
-from qserve.quantize import descent
-from qserve.quantize.scales import search_groups
+from qserve.quantize import descent, fp4, rtn
 
 SCHEMES = [
-    WeightScheme(4, 8), WeightScheme(2, 24, symmetric=False), WeightScheme(3, -1), WeightScheme(8, 8, symmetric=False)
-]
+    WeightScheme(4, 8), WeightScheme(2, 24, symmetric=False), WeightScheme(3, -1), WeightScheme(8, 8, symmetric=False),
+    NVFP4, MXFP4,
+]  # fmt: skip
 
 
 class Case:
     """A weight, the Hessian of correlated inputs (the last of them never seen), and codes to nearest."""
 
-    def __init__(self, scheme, outputs=7, inputs=24, seed=0):
+    def __init__(self, scheme, outputs=7, seed=0):
+        inputs = 32 if scheme.dtype == "fp4" else 24
         generator = torch.Generator().manual_seed(seed)
         self.scheme, self.weight = scheme, torch.randn(outputs, inputs, generator=generator)
         mixed = torch.randn(3 * inputs, inputs, generator=generator) @ torch.randn(inputs, inputs, generator=generator)
@@ -22,15 +23,32 @@ class Case:
         self.hessian = mixed.t() @ mixed / len(mixed)
         self.diagonal = 1.2 * self.hessian.diagonal()
         self.order = torch.randperm(inputs, generator=generator)
-        self.scales, self.zeros = search_groups(self.weight, self.hessian.diagonal(), scheme)
-        self.codes = (self.weight / self._spread(self.scales)).round().add(self._offset())
-        self.codes = self.codes.clamp(0, scheme.max_code).to(torch.uint8)
+        self.scales, self.zeros = rtn.group_scales(self.weight, self.hessian.diagonal(), scheme)
+        self.codes = self.nearest()
 
     def _spread(self, grouped):
         return grouped.repeat_interleave(self.scheme.group_width(self.weight.shape[1]), 1)
 
+    def nearest(self):
+        """Codes uint8 [out, in]."""
+        steps = self.weight / self._spread(self.scales)
+        if self.scheme.dtype == "fp4":
+            return fp4.encode(steps)
+        return steps.round().add(self._offset()).clamp(0, self.scheme.max_code).to(torch.uint8)
+
     def _offset(self):
         return float(self.scheme.zero) if self.zeros is None else self._spread(self.zeros)
+
+    def numbers(self, codes):
+        """float64 [out, in]: what codes stand for, before scales."""
+        if self.scheme.dtype == "fp4":
+            return self.scheme.grid.numbers(codes).double()
+        return codes.double() - self._offset()
+
+    def storable(self, scales, before):
+        if self.scheme.dtype == "fp4":
+            return fp4.storable(scales, fp4.global_scale(before, self.scheme))
+        return descent.storable(scales)
 
     def raised(self):
         """The Hessian that counts, float64."""
@@ -39,7 +57,7 @@ class Case:
         return result
 
     def lost(self, codes, scales):
-        return self.weight.double() - (codes.double() - self._offset()) * self._spread(scales).double()
+        return self.weight.double() - self.numbers(codes) * self._spread(scales).double()
 
     def error(self, codes, scales):
         """float64 [outputs]."""
@@ -59,14 +77,15 @@ def naive(case, turns, fit_scales):
     width = case.scheme.group_width(codes.shape[1])
 
     def fit():
+        start = scales.clone()
         for group in range(scales.shape[1] if fit_scales else 0):
             steps = torch.zeros(codes.shape, dtype=torch.float64)
             part = slice(group * width, (group + 1) * width)
-            steps[:, part] = (codes.double() - case._offset())[:, part]
+            steps[:, part] = case.numbers(codes)[:, part]
             slope = (case.lost(codes, scales) @ hessian * steps).sum(1)
             curvature = (steps @ hessian * steps).sum(1)
             change = torch.where(curvature > 0, slope / curvature, 0.0)
-            scales[:, group] = descent.storable((scales[:, group].double() + change).float())
+            scales[:, group] = case.storable((scales[:, group].double() + change).float(), start)
 
     fit()
     for _ in range(turns):
@@ -77,7 +96,9 @@ def naive(case, turns, fit_scales):
                 tried.append(case.error(codes, scales))
             best = torch.stack(tried).argmin(0)
             if float(hessian[column, column]) == 0:  # an input never seen is rounded to nearest
-                best = (case.weight / case._spread(scales)).add(case._offset())[:, column].round()
+                best = fp4.encode(case.weight / case._spread(scales))[:, column] if case.scheme.dtype == "fp4" else (
+                    (case.weight / case._spread(scales)).add(case._offset())[:, column].round()
+                )
             codes[:, column] = best.clamp(0, case.scheme.max_code).to(torch.uint8)
         fit()
     return codes, scales
@@ -109,7 +130,7 @@ def test_no_output_gets_worse_and_scales_are_what_formats_store(scheme, seed):
     codes, scales = case.descend()
     before, after = case.error(case.codes, case.scales), case.error(codes, scales)
     assert bool((after <= 1.001 * before).all()) and float(after.sum()) < 0.97 * float(before.sum())
-    assert torch.equal(scales, scales.half().float())
+    assert torch.equal(scales, case.storable(scales, scales))
 
 
 def test_after_many_turns_no_other_code_would_be_better(monkeypatch):

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from qserve.checkpoint.convert import convert
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.formats.mxfp4 import SCHEME
 from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.spec import MXFP4 as SCHEME
 from qserve.checkpoint.stacked_experts import one_by_one, stack, together
 from qserve.kernels import native
 from qserve.quantize import pipeline

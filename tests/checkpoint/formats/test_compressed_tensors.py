@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,8 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import COMPRESSED_TENSORS as FORMAT
 from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.quantize import fp4
 
 INT8 = ActivationScheme("int8")
 FP8 = ActivationScheme("fp8")
@@ -122,8 +125,27 @@ def test_four_bit_floats_are_read() -> None:
     assert torch.equal(got.dequantize(), numbers * (scales.float() / whole).repeat_interleave(16, 1))
     with pytest.raises(CheckpointError, match="a scale is NaN"):
         FORMAT.unpack({**parts, "weight_scale": torch.full_like(scales, torch.nan)}, scheme)
-    with pytest.raises(UsageError, match="fp4 g16 weights are not written as compressed-tensors"):
-        FORMAT.config_of(QuantSpec("rtn", scheme))
+    with pytest.raises(UsageError, match="fp4 g64 weights are not written as compressed-tensors"):
+        FORMAT.config_of(QuantSpec("rtn", WeightScheme(4, 64, dtype="fp4")))
+
+
+@pytest.mark.parametrize("scheme", [MXFP4, NVFP4], ids=["MXFP4", "NVFP4"])
+def test_four_bit_floats_are_written_as_they_are_read(scheme: WeightScheme, assert_same) -> None:
+    weight = fp4.nearest(torch.randn(7, 64) * torch.logspace(-3, 1, 7)[:, None], torch.ones(64), scheme)
+    parts = FORMAT.pack(weight)
+    config = FORMAT.config_of(QuantSpec("rtn", scheme))
+    assert FORMAT.spec_of(config, MODULES).weights == scheme
+    read = FORMAT.unpack(parts, scheme)
+    assert_same(read, weight)
+    assert read.global_scale == weight.global_scale and (read.global_scale is None) == (scheme == MXFP4)
+    stored = parts["weight_scale"]
+    assert stored.dtype == (torch.uint8 if scheme == MXFP4 else torch.float8_e4m3fn)
+    assert FORMAT.shape(scheme, {name: tuple(part.shape) for name, part in parts.items()}, parts.__getitem__) == (7, 64)
+    with pytest.raises(CheckpointError, match="a scale is no"):
+        FORMAT.pack(replace(weight, scales=weight.scales * 1.01))
+    if scheme == NVFP4:
+        with pytest.raises(CheckpointError, match="where the global scale of a weight is known"):
+            FORMAT.pack(replace(weight, global_scale=None))
 
 
 def test_four_bit_floats_of_another_layout_are_refused() -> None:

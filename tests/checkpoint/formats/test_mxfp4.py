@@ -13,8 +13,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qserve.checkpoint.convert import convert
 from qserve.checkpoint.errors import CheckpointError, UsageError
-from qserve.checkpoint.formats.mxfp4 import MXFP4, SCHEME, read_e2m1, read_e8m0, write_e2m1, write_e8m0
+from qserve.checkpoint.formats.mxfp4 import MXFP4, read_e2m1, read_e8m0, write_e2m1, write_e8m0
 from qserve.checkpoint.hf import HFDirectory
+from qserve.checkpoint.spec import MXFP4 as SCHEME
 from qserve.checkpoint.spec import QuantSpec
 
 STACK = "model.layers.0.mlp.experts"
