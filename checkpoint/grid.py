@@ -100,7 +100,7 @@ TRELLIS = Grid(
 )  # fmt: skip
 """Codes that neighbours choose together: ``trellis``. Their numbers are -30 to 30, most of them near 0."""
 GRIDS = {grid.name: grid for grid in (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE, TRELLIS)}
-_OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3}
+_OF_INPUTS = {"int8": INTEGERS, "fp8": E4M3, "fp4": E2M1}
 
 
 def grid_named(name: str) -> Grid:
@@ -111,7 +111,7 @@ def grid_named(name: str) -> Grid:
 
 
 def input_grid(name: str) -> Grid:
-    """The grid of the input of a product or of a KV cache: int8 or fp8. Raises ``UsageError`` for another name."""
+    """The grid of the input of a product, int8, fp8 or fp4, or of a KV cache. Raises ``UsageError`` for another."""
     if name not in _OF_INPUTS:
         raise UsageError(f"inputs are rounded to {' or '.join(_OF_INPUTS)}, not to {name!r}")
     return _OF_INPUTS[name]

@@ -19,12 +19,15 @@ from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 # Group sizes of the Marlin kernels, and the multiples of outputs and inputs they need.
 _GROUPS = (-1, 32, 64, 128)
 _MARLIN_OUT, _MARLIN_IN = 64, 128
+# What CUTLASS's products of 4-bit floats need.
+_FP4_STEP = 32
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # Experts of GPT-OSS: gate and up are one linear, its rows in turn. Other loaders know it by the stack of all experts.
 _JOINED_EXPERT = re.compile(r"\.experts\.\d+\.gate_up_proj")
 _UNSTACKED = "experts of this family are loaded from stacks of a layer, in 16 bits or MXFP4, not quantized one by one"
 _OWN = "trellis codes are a layout of qserve's own"
 _GGUF = "it has llama.cpp's blocks, of which qserve convert --format gguf makes a file"
+_FOUR_BITS = "inputs are rounded to four bits where the GPU multiplies those (Blackwell)"
 _SKIPPED = "experts of this family are not skipped where their linears are named one by one"
 
 
@@ -86,16 +89,17 @@ def _qserve(case: _Case) -> str | None:
 
 
 def _vllm(case: _Case) -> str | None:
-    return _served(case, heads_of_kv=True, small_inputs=True, fp4=True)
+    return _served(case, heads_of_kv=True, small_inputs=True, fp4_alone=True)
 
 
 def _sglang(case: _Case) -> str | None:
-    return _served(case, heads_of_kv=False, small_inputs=case.format.name.startswith("gptq"), fp4=False)
+    return _served(case, heads_of_kv=False, small_inputs=case.format.name.startswith("gptq"), fp4_alone=False)
 
 
-def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, fp4: bool) -> str | None:
+def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, fp4_alone: bool) -> str | None:
     """The limits of vLLM, which SGLang took over. ``small_inputs``: symmetric weights that Marlin cannot take run in a
-    slower kernel; ``fp4``: 4-bit floats are loaded where inputs are not rounded."""
+    slower kernel; ``fp4_alone``: 4-bit floats are loaded under inputs
+    that are not rounded."""
     kv_cache = case.spec.kv_cache
     if case.format.name == "gguf":
         return _GGUF
@@ -113,7 +117,7 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, fp4: bool) ->
         if activations is None and scheme.grid is INTEGERS:
             reason = _integers(case, module, scheme, small_inputs=small_inputs)
         elif scheme.grid is E2M1:
-            reason = _four_bit_floats(case.shapes[module]) if fp4 else "4-bit floats are loaded with inputs in 4 bits"
+            reason = _four_bit_floats(scheme, activations, case.shapes[module], alone=fp4_alone)
         else:
             reason = _rounded_inputs(scheme, activations, case.shapes[module])
         if reason is not None:
@@ -136,10 +140,16 @@ def _integers(case: _Case, module: str, scheme: WeightScheme, *, small_inputs: b
     return None
 
 
-def _four_bit_floats(shape: tuple[int, int]) -> str | None:
-    if _fits_marlin(shape):
-        return None
-    return f"{list(shape)}: the kernel needs outputs in multiples of {_MARLIN_OUT} and inputs of {_MARLIN_IN}"
+def _four_bit_floats(
+    scheme: WeightScheme, activations: ActivationScheme | None, shape: tuple[int, int], *, alone: bool
+) -> str | None:
+    """Marlin, or with inputs in four bits the tensor cores of a Blackwell GPU."""
+    if activations is None and not alone:
+        return f"{scheme} weights are loaded where inputs are in four bits, too"
+    out, inp = (_MARLIN_OUT, _MARLIN_IN) if activations is None else (_FP4_STEP, _FP4_STEP)
+    if shape[0] % out or shape[1] % inp:
+        return f"{list(shape)}: the kernel needs outputs in multiples of {out} and inputs of {inp}"
+    return None
 
 
 def _rounded_inputs(scheme: WeightScheme, activations: ActivationScheme | None, shape: tuple[int, int]) -> str | None:
@@ -262,12 +272,16 @@ def _not_for_marlin(case: _Case) -> str | None:
 def _vllm_note(case: _Case) -> str:
     if slow := _not_for_marlin(case):
         return f"needs --dtype float16: {slow}"
+    if case.spec.activations is not None and case.spec.activations.grid is E2M1:
+        return _FOUR_BITS
     if case.format.name == "fp8" and case.spec.weights.rows == -1:
         return "fused siblings are rounded again to one scale per tensor"
     return ""
 
 
 def _sglang_note(case: _Case) -> str:
+    if case.spec.activations is not None and case.spec.activations.grid is E2M1:
+        return _FOUR_BITS
     slow = _not_for_marlin(case) if case.format.name.startswith("gptq") else None
     return f"needs --quantization gptq: {slow}" if slow else ""
 

@@ -121,17 +121,20 @@ class ActivationScheme:
     """How the input of a linear is rounded before the product.
 
     ``granularity``: one scale per token, per ``group_size`` inputs of a token, or for the whole tensor. A dynamic
-    scale is the absolute maximum of what it covers; a static one (per tensor only) was fixed by calibration.
+    scale is the absolute maximum of what it covers; a static one (per tensor only) was fixed by calibration. The scale
+    of a group of fp4, of 16 inputs, is an e4m3 number times a static one (NVFP4).
     """
 
-    dtype: Literal["int8", "fp8"]
+    dtype: Literal["int8", "fp8", "fp4"]
     granularity: Literal["token", "group", "tensor"] = "token"
     dynamic: bool = True
     group_size: int = -1
 
     def __post_init__(self) -> None:
         input_grid(self.dtype)
-        if not self.dynamic and self.granularity != "tensor":
+        if self.dtype == "fp4" and (self.granularity, self.group_size, self.dynamic) != ("group", 16, False):
+            raise UsageError("fp4 inputs have a scale for each group of 16, times a static one")
+        if not self.dynamic and self.granularity != "tensor" and self.dtype != "fp4":
             raise UsageError("static activation scales are per tensor")
         if (self.granularity == "group") != (self.group_size != -1):
             raise UsageError("activation groups need a group size, and only they")

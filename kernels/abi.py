@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qserve.kernels.ops import Function
 
-U8, U4, F8, I8, TRELLIS = 3, 4, 5, 6, 7
+U8, U4, F8, I8, TRELLIS, F4 = 3, 4, 5, 6, 7, 8
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPES = {**FLOATS, torch.uint8: U8, torch.float8_e4m3fn: F8, torch.int8: I8}
 FUNCTIONS: dict[str, int] = {function: i for i, function in enumerate(get_args(Function), 1)}  # 0 is none

@@ -376,6 +376,8 @@ def _unsupported(weight: Tensor | QuantizedWeight) -> str | None:
         return f"{scheme} weights have no C kernel"
     if weight.g_idx is not None and scheme.grid is E4M3:
         return "fp8 weights with groups out of order have no C kernel"
+    if activations is not None and activations.grid is E2M1 and (not scheme.grid.exact or weight.g_idx is not None):
+        return f"{scheme} weights with inputs in {activations.dtype} have no C kernel"
     if is_expanded(scheme, activations) or scheme.grid is E4M3 or activations is None:
         return None
     if activations.granularity == "group":

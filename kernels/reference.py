@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qserve.checkpoint.grid import E4M3
+from qserve.checkpoint.grid import E2M1, E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import process_group
@@ -80,13 +80,21 @@ def round_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
 
 
+def round_e2m1(x: Tensor) -> Tensor:
+    """float32: the nearest e2m1 number to each, ties to even, saturated; NaN becomes 6."""
+    size = x.abs().nan_to_num_(nan=6.0).clamp_(max=6.0)
+    unit = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return (size / unit).round_().mul_(unit).copysign_(x)
+
+
 def round_input(x: Tensor, activations: ActivationScheme, input_scale: float | None = None) -> Tensor:
     """The input of a product [..., in] as ``activations`` rounds it, in float32.
 
     A dynamic scale is the largest magnitude over 127 (int8) or 448 (e4m3): of a token, or of each ``group_size``
     inputs of it (the last group may be short). ``tensor`` is taken per token, which is finer: with one scale for the
-    whole tensor a token's neighbours could change it. A static scheme takes ``input_scale`` and saturates. Values are
-    rounded half to even. NaN or infinity turns all inputs that share its dynamic scale into NaN, and the whole row
+    whole tensor a token's neighbours could change it. A static scheme takes ``input_scale`` and saturates; where it
+    rounds to e2m1 (NVFP4), a group's scale is that times the e4m3 number which lays its largest magnitude on 6. Values
+    are rounded half to even. NaN or infinity turns all inputs that share its dynamic scale into NaN, and the whole row
     where the scale is static.
     """
     spans = x.float()[..., None, :]
@@ -95,6 +103,11 @@ def round_input(x: Tensor, activations: ActivationScheme, input_scale: float | N
         size = activations.group_size
         spans = F.pad(x.float(), (0, -width % size)).unflatten(-1, (-1, size))
     absmax = spans.abs().amax(-1, keepdim=True)
+    if activations.grid is E2M1:
+        assert input_scale is not None
+        scale = round_e4m3(absmax / torch.tensor(E2M1.largest * input_scale)).float() * torch.tensor(input_scale)
+        codes = round_e2m1(spans * torch.where(scale > 0, 1.0 / scale, 0.0))
+        return torch.where(absmax.isfinite(), codes * scale, torch.nan).flatten(-2)[..., :width]
     limit = activations.grid.largest
     if input_scale is None:
         scale = absmax / limit

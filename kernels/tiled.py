@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.grid import E4M3
+from qserve.checkpoint.grid import E2M1, E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels import abi
 from qserve.kernels.code_tiles import Tile
@@ -180,7 +180,7 @@ def _tiles(weight: Tensor | QuantizedWeight, take: Take, tile: Tile) -> dict[str
             "x_stride": tiles.k,
             "dtype": abi.TRELLIS if tiles.before is not None else abi.U4 if tiles.bits == 4 else abi.U8,
             "group": tiles.group,
-            "act_dtype": abi.I8,
+            "act_dtype": abi.F4 if activations is not None and activations.grid is E2M1 else abi.I8,
             "act_span": tiles.act_span,
             "act_group": tiles.act_group,
             "zero": tiles.zero,

@@ -14,7 +14,7 @@ from qserve.calibration.kv import KVRecorder
 from qserve.calibration.stats import LayerStats
 from qserve.calibration.visit import Gather, Inputs, Replacement, Visit
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.grid import INTEGERS
+from qserve.checkpoint.grid import E2M1, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.quantize import rtn, signround
@@ -134,7 +134,7 @@ class BlockQuantizer:
             elif not stats.finite():
                 raise UsageError(
                     f"{names[0]}: its calibration input is not finite, so it has no static scale: calibrate on other "
-                    "text, or use --scheme fp8-tensor"
+                    f"text, or use --scheme {'nvfp4a16' if activations.grid is E2M1 else 'fp8-tensor'}"
                 )
         if fallback:
             result = replace(rtn.quantize(weight, stats, scheme), fallback=fallback)

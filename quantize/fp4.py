@@ -10,6 +10,7 @@ from qserve.checkpoint.grid import E2M1, E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import MXFP4, NVFP4, WeightScheme
 from qserve.kernels import native, rounding
+from qserve.kernels.reference import round_e2m1
 
 # Candidates of a scale, counted from the one that lays the largest weight of a group on 6, the largest number. Smaller
 # ones clip it; larger ones lay it on 4 or 3, between numbers that are nearer to each other (compare arXiv 2606.07618).
@@ -35,11 +36,10 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
 
 def encode(steps: Tensor) -> Tensor:
     """uint8 codes of the nearest numbers to ``steps``, half to even; what is not a number counts as 6."""
-    size = steps.abs().nan_to_num_(nan=6.0).clamp_(max=6.0)
-    fine, coarse = size < 2, size >= 4
-    place = torch.where(fine, size * 2, torch.where(coarse, size / 2, size)).round_()
-    place += torch.where(fine, 0.0, torch.where(coarse, 4.0, 2.0))
-    return place.add_(8.0 * ((steps < 0) & (place > 0))).to(torch.uint8)
+    numbers = round_e2m1(steps)
+    size = numbers.abs()
+    place = torch.where(size < 2, 2 * size, torch.where(size < 4, size + 2, size / 2 + 4))
+    return place.add_(8.0 * (numbers < 0)).to(torch.uint8)
 
 
 def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:

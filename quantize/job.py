@@ -13,7 +13,8 @@ from qserve.quantize.gguf_recipes import RECIPES, Recipe
 from qserve.quantize.methods import METHODS, Method, usual_method
 
 SCHEMES = (
-    "weights", "trellis", "nvfp4a16", "mxfp4a16", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block", *RECIPES
+    "weights", "trellis", "nvfp4", "nvfp4a16", "mxfp4a16", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block",
+    *RECIPES,
 )  # fmt: skip
 
 
@@ -23,11 +24,12 @@ class QuantizeJob:
 
     scheme           weights: integers of ``bits`` in groups; trellis: codes of 2 to 4 bits that outputs choose
                      together, which qserve alone reads; nvfp4a16: e2m1 numbers of 4 bits, an e4m3 scale for every 16
-                     inputs; mxfp4a16: the same with a power of two for every 32; w8a8: int8 weights per channel, int8
-                     inputs per token; fp8: e4m3 weights per channel, inputs per token; fp8-tensor: one scale for each,
-                     inputs dynamic; fp8-static: the same with calibrated input scales; fp8-block: weights in blocks of
-                     128 x 128, inputs in groups of 128; Q4_K_M and the other ``RECIPES``: llama.cpp's types of these
-                     names, in the format gguf, which also choose what embedding and head have
+                     inputs; nvfp4: the inputs of products likewise; mxfp4a16: a power of two for every 32 inputs;
+                     w8a8: int8 weights per channel, int8 inputs per token; fp8: e4m3 weights per channel, inputs per
+                     token; fp8-tensor: one scale for each, inputs dynamic; fp8-static: the same with calibrated input
+                     scales; fp8-block: weights in blocks of 128 x 128, inputs in groups of 128; Q4_K_M and the other
+                     ``RECIPES``: llama.cpp's types of these names, in the format gguf, which also choose what embedding
+                     and head have
     method           a name in ``METHODS``; None takes the one usual for the scheme
     effort           of error compensation: fast rounds each layer for the inputs it gets; normal also follows the
                      float model and makes up for what earlier layers lost; best learns the rounding after that
@@ -118,14 +120,14 @@ class QuantizeJob:
                 "--effort best": self.effort == "best",
                 "--kv-cache": self.kv_cache is not None,
                 "mixed precision": self.mixed,
-                "fp8-static": self.scheme == "fp8-static",
+                f"--scheme {self.scheme}": self.activations is not None and not self.activations.dynamic,
             }
             for what, needed in reasons.items():
                 if needed:
                     raise UsageError(f"{what} needs calibration text; give --calibration builtin or a file")
         if method.inputs != "any" and method.inputs != ("float" if self.activations is None else "rounded"):
             raise UsageError(method.instead)
-        own_numbers = self.scheme in ("trellis", "nvfp4a16", "mxfp4a16")
+        own_numbers = self.scheme in ("trellis", "nvfp4", "nvfp4a16", "mxfp4a16")
         if own_numbers and (method.search_scale is not None or not method.symmetric):
             raise UsageError(f"--scheme {self.scheme} is for --method gptq, yaqa or rtn, not {method.name}")
         if self.symmetric and not method.symmetric:
@@ -174,7 +176,7 @@ class QuantizeJob:
                 return WeightScheme(self.bits, self.group_size, self.symmetric)
             case "trellis":
                 return WeightScheme(self.bits, self.group_size, self.symmetric, "trellis")
-            case "nvfp4a16":
+            case "nvfp4" | "nvfp4a16":
                 return NVFP4
             case "mxfp4a16":
                 return MXFP4
@@ -193,6 +195,8 @@ class QuantizeJob:
         match self.scheme:
             case "weights" | "trellis" | "nvfp4a16" | "mxfp4a16":
                 return None
+            case "nvfp4":
+                return ActivationScheme("fp4", "group", dynamic=False, group_size=16)
             case "w8a8":
                 return ActivationScheme("int8")
             case "fp8":

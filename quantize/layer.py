@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.grid import Grid
+from qserve.checkpoint.grid import E2M1, E4M3, Grid
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import products
@@ -128,5 +128,9 @@ def with_activations(
 
 def static_scales(absmax: Tensor, grid: Grid) -> Tensor:
     """float32, shaped as ``absmax``, positive: the scale that maps ``absmax`` to the largest number of ``grid``. An
-    ``absmax`` of 0 counts as 1."""
+    ``absmax`` of 0 counts as 1. Of e2m1 it is that of NVFP4: the least power of two with which the scale of a group
+    that has ``absmax`` is an e4m3 number."""
+    if grid is E2M1:
+        most = torch.where(absmax > 0, absmax.float(), 1.0) / (E2M1.largest * E4M3.largest)
+        return torch.exp2(most.log2().ceil()).clamp(min=2.0**-126)
     return (torch.where(absmax > 0, absmax.float(), 1.0) / grid.largest).clamp(min=torch.finfo(torch.float32).tiny)

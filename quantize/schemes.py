@@ -60,7 +60,8 @@ def assign(
             ignored.append(module)
             continue
         # Blocks, and weights with int8 inputs, need whole bytes only.
-        unit = word_values(wanted) if job.activations is None and job.recipe is None else 1
+        packed = wanted.grid is E2M1 or (job.activations is None and job.recipe is None)
+        unit = word_values(wanted) if packed else 1
         if out % unit or inp % unit:
             ignored.append(module)
             skipped[out, inp] = skipped.get((out, inp), 0) + 1

@@ -13,7 +13,7 @@ W is [out, in], b the bits, s = 2 ** (b - 1); every part is stored row by row
     weight_scale       [out, groups], [out, 1], [1], or one per block of outputs and inputs; uint8 is e8m0 (mxfp4)
     weight_scale       e4m3 [out, in / 16]              times the next one               (nvfp4-pack-quantized)
     weight_global_scale  f32 [1]                        divides the scales               (nvfp4-pack-quantized)
-    input_global_scale   f32 [1]                        of inputs in four bits, which stay finer here
+    input_global_scale   f32 [1]                        divides the scales of inputs in four bits
     weight_zero_point  int32 [ceil(out * b / 32), groups], packed along the output (pack-quantized), or
                        int8 [out, groups], zero point - s; only where the weight is asymmetric
     weight_g_idx       int32 [in]                       the group of each input feature, in files of older writers
@@ -51,7 +51,7 @@ from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.trellis import LANES, RING, PackedTrellis
 from qserve.checkpoint.words import pack_words, unpack_words, words_for
 
-_GLOBAL = "weight_global_scale"
+_GLOBAL, _INPUT_GLOBAL = "weight_global_scale", "input_global_scale"
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,10 @@ class CompressedTensors:
             parts["weight_scale"], parts["weight_global_scale"] = _write_e4m3(scales, weight.global_scale)
         else:
             parts["weight_scale"] = write_e8m0(scales) if scheme.grid is E2M1 else narrowest(scales)
-        if weight.input_scale is not None:
-            parts["input_scale"] = torch.tensor([weight.input_scale], dtype=torch.float32)
+        if weight.input_scale is not None and weight.activations is not None:
+            fp4 = weight.activations.grid is E2M1
+            value = 1 / weight.input_scale if fp4 else weight.input_scale
+            parts[_INPUT_GLOBAL if fp4 else "input_scale"] = torch.tensor([value], dtype=torch.float32)
         if weight.bias is not None:
             parts["bias"] = narrowest(weight.bias)
         return parts
@@ -149,7 +151,7 @@ class CompressedTensors:
             require(parts, "weight_g_idx", dim=1).to(torch.int32) if "weight_g_idx" in parts else None,
             bias_from(parts, out),
             activations,
-            one_number(parts, "input_scale") if activations is not None and not activations.dynamic else None,
+            _input_scale(parts, activations),
             one_number(parts, _GLOBAL) if _GLOBAL in parts else None,
         )
         weight.check()
@@ -174,6 +176,16 @@ def _scale(parts: Mapping[str, Tensor]) -> Tensor:
     if scale.dtype == torch.uint8:
         return read_e8m0(scale)
     return scale.float() / one_number(parts, _GLOBAL) if _GLOBAL in parts else scale
+
+
+def _input_scale(parts: Mapping[str, Tensor], activations: ActivationScheme | None) -> float | None:
+    if activations is None or activations.dynamic:
+        return None
+    if activations.grid is not E2M1:
+        return one_number(parts, "input_scale")
+    if not (divisor := one_number(parts, _INPUT_GLOBAL)) > 0:
+        raise CheckpointError(f"{_INPUT_GLOBAL} is {divisor}, it must be positive")
+    return 1 / divisor
 
 
 def _write_e4m3(scales: Tensor, shared: float | None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
@@ -57,7 +57,9 @@ def unsayable(scheme: WeightScheme, activations: ActivationScheme | None) -> str
         return f"compressed-tensors cannot say {scheme}"
     if scheme.rows != 1 and not scheme.symmetric:
         return f"compressed-tensors stores zero points per group or channel, not for {scheme}"
-    if activations is not None and scheme.grid in (E2M1, TRELLIS):
+    if activations is not None and (activations.grid is E2M1 or scheme.grid in (E2M1, TRELLIS)):
+        if scheme == NVFP4 and activations.grid is E2M1:
+            return None
         return f"compressed-tensors is written with {scheme.dtype} weights only where inputs are not rounded"
     if scheme.grid is TRELLIS and scheme.rows != 1:
         return f"compressed-tensors cannot say {scheme}"
@@ -94,7 +96,9 @@ def _group(targets: list[str], scheme: WeightScheme, activations: ActivationSche
     if reason := unsayable(scheme, activations):
         raise UsageError(f"{targets[0]}: {reason}")
     inputs = None
-    if activations is not None:
+    if activations is not None and activations.grid is E2M1:
+        inputs = _nvfp4_args(dynamic="local")
+    elif activations is not None:
         inputs = _args(8, _TYPES[activations.grid], activations.granularity,
                        group_size=None if activations.group_size == -1 else activations.group_size,
                        dynamic=activations.dynamic)
@@ -102,11 +106,10 @@ def _group(targets: list[str], scheme: WeightScheme, activations: ActivationSche
     strategy = strategies.get((scheme.group_size, scheme.rows), "group" if scheme.rows == 1 else "block")
     weights = _args(scheme.bits, _TYPES[scheme.grid], strategy, symmetric=scheme.symmetric,
                     group_size=scheme.group_size if strategy == "group" else None)
-    if scheme.grid is E2M1:
-        stored = "torch.uint8" if scheme == MXFP4 else "torch.float8_e4m3fn"
-        weights |= {"scale_dtype": stored, "zp_dtype": stored}
+    if scheme == MXFP4:
+        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
     if scheme == NVFP4:
-        weights["strategy"] = "tensor_group"
+        weights = _nvfp4_args(dynamic=False)
     if strategy == "block":
         weights["block_structure"] = [scheme.rows, scheme.group_size]
     return {
@@ -116,6 +119,13 @@ def _group(targets: list[str], scheme: WeightScheme, activations: ActivationSche
         "output_activations": None,
         "format": layout(scheme, activations),
     }
+
+
+def _nvfp4_args(dynamic: bool | str) -> dict[str, Any]:
+    """``local``: a scale for each group is chosen for its numbers, within a static one for all."""
+    stored = "torch.float8_e4m3fn"
+    args = _args(4, "float", "tensor_group", group_size=16)
+    return args | {"dynamic": dynamic, "scale_dtype": stored, "zp_dtype": stored}
 
 
 def _kv_args(kv_cache: KVScheme) -> dict[str, Any]:
@@ -149,6 +159,10 @@ class _Group:
 def spec_of(config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec:
     """The group of the class ``Linear``, or the first, becomes the default of the specification."""
     groups = _groups(config)
+    if any(group.activations is not None and group.activations.grid is not E2M1 for group in groups):
+        # One scheme serves all inputs: beside those of 8 bits those of 4 stay finer.
+        fine = [None if group.activations and group.activations.grid is E2M1 else group.activations for group in groups]
+        groups = [replace(group, activations=each) for group, each in zip(groups, fine, strict=True)]
     ignore = [_target(name) for name in names_from(_WHAT, "ignore", config.get("ignore"))]
     found: dict[str, _Group] = {}
     ignored = []
@@ -247,8 +261,11 @@ def _weights(args: Mapping[str, Any]) -> WeightScheme:
 
 
 def _activations(args: object) -> ActivationScheme | None:
-    """None for inputs in floats of four bits, too: those stay finer."""
-    if args is None or (isinstance(args, dict) and (args.get("num_bits"), args.get("type")) == (4, "float")):
+    """Inputs in floats of four bits are those of NVFP4, or None: others stay finer."""
+    if isinstance(args, dict) and (args.get("num_bits"), args.get("type")) == (4, "float"):
+        nvfp4 = (args.get("strategy"), args.get("group_size")) == ("tensor_group", 16)
+        return ActivationScheme("fp4", "group", dynamic=False, group_size=16) if nvfp4 else None
+    if args is None:
         return None
     if not isinstance(args, dict) or args.get("type", "int") not in ("int", "float") or args.get("num_bits") != 8:
         raise CheckpointError(f"{_WHAT} configuration: input_activations must be of 8 bits, not {args!r}")

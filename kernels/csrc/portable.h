@@ -240,6 +240,22 @@ static inline uint32_t QS_NAME(magnitude)(float x)
     return v.u & 0x7fffffffu;
 }
 
+/* The distance of e2m1's numbers at a magnitude of at most 6. */
+static inline float QS_NAME(e2m1_unit)(float size)
+{
+    return size < 2 ? 0.5f : size < 4 ? 1.0f : 2.0f;
+}
+
+/* Twice the nearest of e2m1's numbers. */
+static inline int32_t QS_NAME(twice_e2m1)(float x)
+{
+    float size = x < 0 ? -x : x;
+    size = size < 6 ? size : 6;
+    float unit = QS_NAME(e2m1_unit)(size);
+    int32_t twice = (int32_t)(rintf(size / unit) * unit * 2);
+    return x < 0 ? -twice : twice;
+}
+
 /* The scale of a span whose largest magnitude is `top`, and 1 / scale; a NaN scale where `top` is not finite. */
 static inline float QS_NAME(span_scale)(const qs_linear *op, uint32_t top, float *inverse)
 {
@@ -248,7 +264,12 @@ static inline float QS_NAME(span_scale)(const qs_linear *op, uint32_t top, float
     *inverse = 0.0f;
     if (top >= 0x7f800000u)
         return NAN;
-    if (scale > 0.0f)
+    if (op->act_dtype == QS_F4) {
+        float number = absmax.f / (6.0f * op->input_scale);
+        scale = qs_round_e4m3(number > 448.0f ? 448.0f : number) * op->input_scale;
+        if (scale > 0.0f)
+            *inverse = 1.0f / scale;
+    } else if (scale > 0.0f)
         *inverse = 1.0f / scale;
     else {
         scale = absmax.f / limit;
@@ -258,9 +279,10 @@ static inline float QS_NAME(span_scale)(const qs_linear *op, uint32_t top, float
     return scale;
 }
 
-/* `direct`: the inputs are the columns of x in order, so that the loops can be vectorized. */
+/* `direct`: the inputs are the columns of x in order, so that the loops can be vectorized. `fp4`: codes are twice e2m1's
+ * numbers. */
 static inline __attribute__((always_inline)) void QS_NAME(quantize_columns)(
-    const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums, const int direct)
+    const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums, const int direct, const int fp4)
 {
 #define QS_INPUT(j) (direct ? x[j] : (column = op->permutation ? op->permutation[j] : (j)) < 0 || \
                      column >= op->x_width ? 0.0f : x[column])
@@ -278,11 +300,12 @@ static inline __attribute__((always_inline)) void QS_NAME(quantize_columns)(
             int32_t sum = 0;
             for (int32_t j = part; j < part + op->act_group; j++) {
                 float scaled = inverse == 0.0f ? 0.0f : QS_INPUT(j) * inverse;
-                int32_t code = (int32_t)rintf(QS_NAME(clamp)(scaled, -128.0f, 127.0f));
+                int32_t code = fp4 ? QS_NAME(twice_e2m1)(scaled)
+                                   : (int32_t)rintf(QS_NAME(clamp)(scaled, -128.0f, 127.0f));
                 codes[j] = (int8_t)code;
                 sum += code;
             }
-            scales[g] = scale;
+            scales[g] = fp4 ? 0.5f * scale : scale;
             sums[g] = sum;
         }
     }
@@ -291,10 +314,13 @@ static inline __attribute__((always_inline)) void QS_NAME(quantize_columns)(
 
 static void QS_NAME(quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
 {
-    if (!op->permutation && op->x_width == op->k)
-        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 1);
+    const int direct = !op->permutation && op->x_width == op->k;
+    if (op->act_dtype == QS_F4)
+        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 0, 1);
+    else if (direct)
+        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 1, 0);
     else
-        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 0);
+        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 0, 0);
 }
 
 static void QS_NAME(round_input)(const qs_linear *op, const float *x, float *rounded)

@@ -52,8 +52,9 @@ enum qs_op_kind {
     QS_GATED_DELTA = 23,
 };
 
-/* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. */
-enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6, QS_TRELLIS = 7 };
+/* QS_F8 is e4m3 of the OCP 8-bit floating point specification: no infinities, the largest value is 448. QS_F4 is e2m1 of
+ * its Microscaling Formats: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign. */
+enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6, QS_TRELLIS = 7, QS_F4 = 8 };
 /* QS_AVX512 has VNNI, QS_NEON the dot product of Armv8.2. QS_AVXVNNI is QS_AVX2 with VNNI for its vectors. */
 enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3, QS_AVXVNNI = 4 };
 /* silu(x) = x / (1 + exp(-x)), gelu by erf or by tanh, relu(x) = max(x, 0), relu2 its square. swigluoai(x) is
@@ -122,10 +123,11 @@ typedef struct { const float *x; float *out; int32_t width; } qs_cast;
  *   f32  not at all: the product is one of floats. For float and f8 weights.
  *   i8   to round_half_even(x / scale) in -128 .. 127, where scale = max |x| / 127
  *   f8   to e4m3(x / scale), to the nearest, ties to even, where scale = max |x| / 448. For float and f8 weights.
- * 1 / scale is computed once and multiplied with. Where input_scale > 0, it is the scale, and values outside the range
+ *   f4   to e2m1(x / scale), ties to even, where scale = e4m3(max |x| / (6 input_scale)) * input_scale (NVFP4)
+ * 1 / scale is computed once and multiplied with. Where input_scale > 0 and it is not f4, it is the scale, and values outside the range
  * saturate; a span below 1e-30 is rounded to zeros.
  *
- * These weights take i8 only, and sum integers over `act_group` inputs. act_group divides `group` and `act_span`,
+ * These weights take i8 or f4 only, and sum integers (of f4 twice the numbers) over `act_group` inputs. act_group divides `group` and `act_span`,
  * is a multiple of 8, and divides `k`, which the caller pads. |sum| is at most act_group * 255 * 128, so
  * act_group <= 65536 never overflows int32, nor does act_group <= 248 with a codebook of two bytes. Other weights do not
  * read `act_group`.

@@ -91,12 +91,6 @@ static void QS_NAME(search_scale)(const qs_scale_search *op, int64_t row)
     }
 }
 
-/* The distance of e2m1's numbers at a magnitude of at most 6. */
-static inline float QS_NAME(e2m1_unit)(float size)
-{
-    return size < 2 ? 0.5f : size < 4 ? 1.0f : 2.0f;
-}
-
 static void QS_NAME(choose_scale)(const qs_scale_choice *op, int64_t row)
 {
     const float *w = op->weight + row * op->width, *h = op->importance + row % op->period * op->width;

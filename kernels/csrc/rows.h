@@ -291,7 +291,7 @@ static int32_t argmax(const float *x, int32_t width)
 
 static void quantize(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
 {
-    if (op->permutation || op->act_group % LANES || op->x_width != op->k) {
+    if (op->permutation || op->act_group % LANES || op->x_width != op->k || op->act_dtype == QS_F4) {
         QS_NAME(quantize)(op, x, codes, scales, sums);
         return;
     }

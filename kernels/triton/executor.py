@@ -156,7 +156,7 @@ class _TritonProgram:
         self._has_fallbacks = False  # if so there are no graphs, because the reference reads the step
 
     def add(self, ops: Sequence[Op]) -> None:
-        for op in ops:
+        for op in map(linear.with_finer_inputs, ops):
             if self._executor.supports(op) is not None:
                 self._launches.append(self._by_reference(op))
                 self._last = None
@@ -425,7 +425,7 @@ class TritonExecutor:
     def supports(self, op: Op) -> str | None:
         if self.batch_invariant and self.has_graphs and isinstance(op, Linear) and isinstance(op.weight, Tensor):
             return "dense products are those of cuBLAS, which vary with the batch"
-        return unsupported(op, self.target, self.has_graphs)
+        return unsupported(linear.with_finer_inputs(op), self.target, self.has_graphs)
 
     def packed_bytes(self, scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
         return linear.packed_bytes(scheme, activations, out, inp)

@@ -44,6 +44,23 @@ class DensePrepared:
         multiply(self.op.x[:rows], self.weight, self.bias, self.op.out[:rows], self.op.accumulate)
 
 
+def with_finer_inputs(op: ops.Op) -> ops.Op:
+    """``op``, but inputs that would be rounded to four bits stay as they are: no kernel here does it."""
+    match op:
+        case ops.Linear():
+            return replace(op, weight=_unrounded(op.weight))
+        case ops.Experts():
+            up, down = (tuple(map(_unrounded, weights)) for weights in (op.gate_up, op.down))
+            return replace(op, gate_up=up, down=down)
+    return op
+
+
+def _unrounded(weight: Tensor | QuantizedWeight) -> Tensor | QuantizedWeight:
+    if isinstance(weight, Tensor) or weight.activations is None or weight.activations.grid is not E2M1:
+        return weight
+    return replace(weight, activations=None, input_scale=None)
+
+
 def supports(weight: Tensor | QuantizedWeight, gpu: Target) -> str | None:
     """None, or why no kernel here multiplies by ``weight`` on ``gpu``."""
     if isinstance(weight, Tensor):
@@ -64,7 +81,7 @@ def supports(weight: Tensor | QuantizedWeight, gpu: Target) -> str | None:
 
 def packed_bytes(scheme: WeightScheme, activations: ActivationScheme | None, out: int, inp: int) -> int:
     """Bytes, at most, of a packed weight [out, in] as its product holds it, without an order of inputs."""
-    if activations is None:
+    if activations is None or activations.grid is E2M1:
         return plane_bytes(scheme, out, inp)
     return eight_bit.held_bytes(scheme, activations, out, inp)
 

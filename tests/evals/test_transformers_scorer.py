@@ -120,7 +120,8 @@ def rebuilt(dense: Path, result: ModelSource) -> Any:
 @pytest.mark.parametrize(
     "options",
     [{"bits": 4}, {"bits": 4, "embedding_bits": 8}, {"embedding_bits": 6, "head_bits": 6}, {"scheme": "w8a8"},
-     {"scheme": "fp8"}, {"scheme": "fp8-static"}],
+     {"scheme": "fp8"}, {"scheme": "fp8-static"},
+     {"scheme": "nvfp4"}],
 )  # fmt: skip
 def test_weights_are_dequantized_and_inputs_rounded(
     options: dict[str, Any], gemma: Path, job: Callable[..., QuantizeJob], tokens: list[int], tmp_path: Path

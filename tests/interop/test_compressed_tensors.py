@@ -14,6 +14,7 @@ pytestmark = pytest.mark.interop
 
 INT8 = ActivationScheme("int8")
 FP8 = ActivationScheme("fp8")
+FP4 = ActivationScheme("fp4", "group", dynamic=False, group_size=16)
 MIXED = {"model.layers.1.mlp.down_proj": WeightScheme(8, 32), "model.layers.0.self_attn.q_proj": WeightScheme(3, 64)}
 EIGHT = {"model.layers.1.mlp.down_proj": WeightScheme(8, 32)}
 SPECS = {
@@ -39,6 +40,7 @@ SPECS = {
     "naive-quantized": QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8")),
     "mxfp4-pack-quantized": QuantSpec("rtn", MXFP4),
     "nvfp4-pack-quantized": QuantSpec("rtn", NVFP4),
+    "nvfp4-pack-quantized, inputs too": QuantSpec("rtn", NVFP4, FP4),
 }
 
 
@@ -59,6 +61,7 @@ REFUSED = {
     ("pack-quantized, mixed, ignored", True): "issues during automatic conversion",
     # It loads, and says that nothing takes these scales.
     ("float-quantized, static", True): r"unexpected_keys.*input_scale",
+    ("nvfp4-pack-quantized, inputs too", True): r"unexpected_keys.*input_global_scale",
 }
 # The same where 8 bits fill words as 4 do: nothing is refused, and those weights are wrong.
 MISTAKEN = ("pack-quantized, 4 and 8 bits", True)

@@ -119,8 +119,11 @@ def test_zero_tiny_huge_and_broken_weights(scheme: WeightScheme) -> None:
 
 
 @pytest.mark.usefixtures("little_text")
-@pytest.mark.parametrize("options", [dict(), dict(method="yaqa"), dict(method="rtn", calibration=None)], ids=str)
-@pytest.mark.parametrize("name", ["nvfp4a16", "mxfp4a16"])
+@pytest.mark.parametrize(("name", "options"), [
+    ("nvfp4", {}), ("nvfp4", dict(method="rtn")),
+    *((name, options) for name in ("nvfp4a16", "mxfp4a16")
+      for options in (dict(), dict(method="yaqa"), dict(method="rtn", calibration=None))),
+], ids=str)  # fmt: skip
 def test_a_model_is_quantized_and_served(name: str, options: dict[str, Any], llama: Path, tmp_path: Path) -> None:
     job = QuantizeJob(**{**SMALL, "scheme": name, **options})
     report = pipeline.run(HFDirectory(llama), tmp_path / "out", job)
@@ -130,7 +133,8 @@ def test_a_model_is_quantized_and_served(name: str, options: dict[str, Any], lla
     assert report.format == "compressed-tensors" and not any(each.fallback for each in report.layers)
     stored = load_file(tmp_path / "out/model.safetensors")
     shared = {name: float(part) for name, part in stored.items() if name.endswith("weight_global_scale")}
-    assert bool(shared) == (name == "nvfp4a16")
+    assert bool(shared) == (name != "mxfp4a16") and read.spec.activations == job.activations
+    assert any(each.endswith("input_global_scale") for each in stored) == (name == "nvfp4")
     for module in read.linears() if shared else ():
         for one, other in (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj")):
             alike = f"{module}.weight_global_scale".replace(one, other)
@@ -145,10 +149,12 @@ def test_a_model_is_quantized_and_served(name: str, options: dict[str, Any], lla
 @pytest.mark.parametrize(("options", "words"), [
     (dict(method="awq"), "is for --method gptq, yaqa or rtn, not awq"), (dict(method="smoothquant"), "smoothquant"),
     (dict(effort="best"), "--effort best is for weights alone"), (dict(target_bits=4.0), "mixed precision is for"),
+    (dict(scheme="nvfp4", calibration=None, method="rtn"), "--scheme nvfp4 needs calibration text"),
+    (dict(scheme="nvfp4", method="yaqa"), "yaqa is for weights alone"),
 ])  # fmt: skip
 def test_options_that_make_no_sense_with_it(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        QuantizeJob(scheme="nvfp4a16", **options)
+        QuantizeJob(**{"scheme": "nvfp4a16", **options})
 
 
 def test_inputs_that_groups_do_not_divide_stay_in_floating_point() -> None:
@@ -164,10 +170,13 @@ def test_inputs_that_groups_do_not_divide_stay_in_floating_point() -> None:
 def test_who_loads_it() -> None:
     from qserve.checkpoint.formats import COMPRESSED_TENSORS
 
-    def accepted(scheme: WeightScheme, shape: tuple[int, int]) -> set[str]:
-        judged = verdicts(QuantSpec("gptq", scheme), {"model.a": shape}, format=COMPRESSED_TENSORS)
+    def accepted(spec: QuantSpec, shape: tuple[int, int]) -> set[str]:
+        judged = verdicts(spec, {"model.a": shape}, format=COMPRESSED_TENSORS)
         return {verdict.loader for verdict in judged if verdict.accepts}
 
     for scheme in (NVFP4, MXFP4):
-        assert accepted(scheme, (512, 256)) == {"qserve", "vllm", "transformers"}
-        assert accepted(scheme, (96, 256)) == {"qserve", "transformers"}
+        assert accepted(QuantSpec("gptq", scheme), (512, 256)) == {"qserve", "vllm", "transformers"}
+        assert accepted(QuantSpec("gptq", scheme), (96, 256)) == {"qserve", "transformers"}
+    both = QuantSpec("gptq", NVFP4, QuantizeJob(scheme="nvfp4").activations)
+    assert accepted(both, (96, 160)) == {"qserve", "vllm", "sglang", "transformers"}
+    assert accepted(both, (96, 144)) == {"qserve", "transformers"}

@@ -27,8 +27,8 @@ def test_every_scheme_has_one_usual_method():
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_a_method_is_refused_for_what_it_is_not_for(method: Method):
     for scheme in SCHEMES:
-        own_numbers = ("trellis", "nvfp4a16", "mxfp4a16")
-        inputs = "float" if scheme in ("weights", *own_numbers) else "rounded"
+        own_numbers = ("trellis", "nvfp4", "nvfp4a16", "mxfp4a16")
+        inputs = "float" if scheme in ("weights", *own_numbers) and scheme != "nvfp4" else "rounded"
         wanted = dict(scheme=scheme, method=method.name, symmetric=method.symmetric)
         if scheme in (*RECIPES, *own_numbers) and method.name not in ("gptq", "rtn", "yaqa"):
             with pytest.raises(UsageError, match="--scheme"):

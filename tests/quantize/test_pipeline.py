@@ -609,7 +609,7 @@ def test_linears_outside_the_blocks_are_named_as_kept(llama, tmp_path, options):
         dict(format="awq", symmetric=False, method="awq"), dict(scheme="Q4_K_M"), dict(format="gguf"),
         dict(scheme="Q4_K_M", method="yaqa"), dict(symmetric=False, method="yaqa", effort="fast"),
         dict(scheme="trellis", bits=2), dict(scheme="nvfp4a16"), dict(scheme="mxfp4a16", method="yaqa"),
-        dict(scheme="nvfp4a16", method="rtn", calibration=None),
+        dict(scheme="nvfp4a16", method="rtn", calibration=None), dict(scheme="nvfp4"),
     ],
     ids=str,
 )
@@ -622,7 +622,7 @@ def test_every_method_is_installed_written_and_read_alike(options, installed, ll
         stored = read.linear(module)
         torch.testing.assert_close(stored.dequantize(), weight, atol=0, rtol=0)
         assert stored.activations == job.activations
-        assert (stored.input_scale is not None) == (job.scheme == "fp8-static")
+        assert (stored.input_scale is not None) == (job.scheme in ("fp8-static", "nvfp4"))
     assert read.spec.weights == job.weights and read.spec.kv_cache == job.kv_scheme
     assert not any(layer.fallback for layer in report.layers)
     if job.kv_cache:

@@ -129,6 +129,32 @@ def test_four_bit_floats_are_read() -> None:
         FORMAT.config_of(QuantSpec("rtn", WeightScheme(4, 64, dtype="fp4")))
 
 
+def test_inputs_in_four_bits_are_those_of_nvfp4(assert_same) -> None:
+    inputs = ActivationScheme("fp4", "group", dynamic=False, group_size=16)
+    weight = fp4.nearest(torch.randn(8, 32), torch.ones(32), NVFP4)
+    weight = replace(weight, activations=inputs, input_scale=1 / 1234.5)
+    parts = FORMAT.pack(weight)
+    assert float(parts["input_global_scale"]) == pytest.approx(1234.5) and "input_scale" not in parts
+    spec = QuantSpec("rtn", NVFP4, inputs)
+    assert FORMAT.spec_of(FORMAT.config_of(spec), MODULES).activations == inputs
+    read = FORMAT.unpack(parts, NVFP4, inputs)
+    assert_same(read, weight)
+    assert torch.equal(FORMAT.pack(read)["input_global_scale"], parts["input_global_scale"])
+    for broken in (0.0, -3.0, torch.nan):
+        with pytest.raises(CheckpointError, match="input_global_scale"):
+            FORMAT.unpack({**parts, "input_global_scale": torch.tensor([broken])}, NVFP4, inputs)
+    config = FORMAT.config_of(spec)
+    group = config["config_groups"]["group_0"]
+    others = {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+              "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+              "format": "float-quantized"}  # fmt: skip
+    mixed = FORMAT.spec_of({**config, "config_groups": {"a": group, "b": others}}, MODULES)
+    assert mixed.activations == FP8 and mixed.activations_of(MODULES[0]) is None  # beside 8 bits they stay finer
+    assert mixed.activations_of(MODULES[2]) == FP8
+    group["input_activations"] |= {"strategy": "group", "group_size": 32, "dynamic": True}
+    assert FORMAT.spec_of(config, MODULES).activations is None  # as those of MXFP4 do
+
+
 @pytest.mark.parametrize("scheme", [MXFP4, NVFP4], ids=["MXFP4", "NVFP4"])
 def test_four_bit_floats_are_written_as_they_are_read(scheme: WeightScheme, assert_same) -> None:
     weight = fp4.nearest(torch.randn(7, 64) * torch.logspace(-3, 1, 7)[:, None], torch.ones(64), scheme)

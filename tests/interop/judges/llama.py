@@ -16,6 +16,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 TOKENS = torch.tensor([[1, 5, 90, 33, 7, 7, 64, 2, 11, 50]])
 
 
+@torch.no_grad()
+def to_float32(model: nn.Module) -> None:
+    """What is decompressed on the first forward pass, too: weights in four bits become bfloat16 there."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float16:  # where weights were fp8, the others stay as they are stored
+            parameter.data = parameter.data.float()
+    for linear in filter(lambda module: isinstance(module, nn.Linear), model.modules()):
+        linear.register_forward_pre_hook(lambda module, _: setattr(module.weight, "data", module.weight.data.float()))
+
+
 def run_jobs(main: Callable[..., None]) -> None:
     """``main(directory, arguments...)`` for every job of the command line; an error goes to ``error.txt``."""
     for directory, *arguments in json.loads(sys.argv[1]):

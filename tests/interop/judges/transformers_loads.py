@@ -10,13 +10,13 @@ import traceback
 from pathlib import Path
 
 import torch
-from llama import TOKENS, run_jobs
+from llama import TOKENS, run_jobs, to_float32
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 WAYS = {"plain": {}, "dequantize": {"quantization_config": CompressedTensorsConfig(dequantize=True)}}
-UNUSED = ("k_scale", "v_scale", "input_scale")
+UNUSED = ("k_scale", "v_scale", "input_scale", "input_global_scale")
 
 
 @torch.no_grad()
@@ -27,9 +27,7 @@ def logits(directory: Path, **options: object) -> Tensor:
     lost = [*info["missing_keys"], *info["mismatched_keys"]]
     lost += [name for name in info["unexpected_keys"] if not name.endswith(UNUSED)]
     assert not lost, lost
-    for parameter in model.parameters():
-        if parameter.dtype == torch.float16:  # where weights were fp8, the others stay as they are stored
-            parameter.data = parameter.data.float()
+    to_float32(model)
     found: Tensor = model(TOKENS).logits
     return found.float().contiguous()
 

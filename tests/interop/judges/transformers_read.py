@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from llama import block_linears, kv_scales, run_jobs, save_answers
+from llama import block_linears, kv_scales, run_jobs, save_answers, to_float32
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 
@@ -22,9 +22,7 @@ def main(directory: Path, dequantize: bool = False) -> None:
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not info[kind], f"{kind}: {sorted(info[kind])}"
-    for parameter in model.parameters():
-        if parameter.dtype == torch.float16:  # where weights were fp8, the others stay as they are stored
-            parameter.data = parameter.data.float()
+    to_float32(model)
     model(torch.tensor([[1, 2]]))
     weights = {f"{name}.weight": linear.weight.float().contiguous() for name, linear in block_linears(model).items()}
     save_answers(directory, model, weights | kv_scales(model))
