@@ -148,6 +148,9 @@ class ActivationScheme:
         return f"{self.dtype} per {shared}, {'dynamic' if self.dynamic else 'static'}"
 
 
+NVFP4_INPUTS = ActivationScheme("fp4", "group", dynamic=False, group_size=16)
+
+
 @dataclass(frozen=True)
 class KVScheme:
     """How cached keys and values are stored: static symmetric scales, one per tensor or one per KV head."""

@@ -8,7 +8,7 @@ from typing import Literal
 from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
-from qserve.checkpoint.spec import MXFP4, NVFP4, ActivationScheme, KVScheme, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, NVFP4_INPUTS, ActivationScheme, KVScheme, WeightScheme
 from qserve.quantize.gguf_recipes import RECIPES, Recipe
 from qserve.quantize.methods import METHODS, Method, usual_method
 
@@ -196,7 +196,7 @@ class QuantizeJob:
             case "weights" | "trellis" | "nvfp4a16" | "mxfp4a16":
                 return None
             case "nvfp4":
-                return ActivationScheme("fp4", "group", dynamic=False, group_size=16)
+                return NVFP4_INPUTS
             case "w8a8":
                 return ActivationScheme("int8")
             case "fp8":

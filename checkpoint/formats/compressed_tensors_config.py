@@ -21,7 +21,7 @@ from qserve.checkpoint.formats.format import (
     scheme_from,
 )
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
-from qserve.checkpoint.spec import MXFP4, NVFP4, ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, NVFP4_INPUTS, ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 _WHAT = "compressed-tensors"
 Granularity = Literal["token", "group", "tensor"]
@@ -264,7 +264,7 @@ def _activations(args: object) -> ActivationScheme | None:
     """Inputs in floats of four bits are those of NVFP4, or None: others stay finer."""
     if isinstance(args, dict) and (args.get("num_bits"), args.get("type")) == (4, "float"):
         nvfp4 = (args.get("strategy"), args.get("group_size")) == ("tensor_group", 16)
-        return ActivationScheme("fp4", "group", dynamic=False, group_size=16) if nvfp4 else None
+        return NVFP4_INPUTS if nvfp4 else None
     if args is None:
         return None
     if not isinstance(args, dict) or args.get("type", "int") not in ("int", "float") or args.get("num_bits") != 8:

@@ -10,8 +10,8 @@ W is [out, in]; the parts of one linear by its ``quant_algo``, blocks of b as th
                                weight_scale [out, in / b]   bits
     W8A16                      weight int8 [out, in], weight_scale [out]
 and ``bias`` [out] where the linear has one. The configuration is the ``quantization`` of hf_quant_config.json, and
-what the ``quantization_config`` of config.json says in its place. MIXED_PRECISION lists every linear. NVFP4 asks for
-inputs in four bits, too: they stay finer here.
+what the ``quantization_config`` of config.json says in its place. MIXED_PRECISION lists every linear; inputs in four
+bits stay finer there beside those in eight. NVFP4 has an ``input_scale`` [], which multiplies the scales of inputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qserve.checkpoint.formats.mxfp4 import read_e2m1
 from qserve.checkpoint.formats.read_only import ReadOnlyFormat
 from qserve.checkpoint.grid import E2M1, E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import NVFP4_INPUTS, ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 _WHAT = "ModelOpt"
 _MIXED = "MIXED_PRECISION"
@@ -42,7 +42,7 @@ _ALGORITHMS: dict[str, tuple[Callable[[int], dict[str, Any]], int, ActivationSch
     "FP8": (lambda _: {"bits": 8, "group_size": -1, "dtype": "fp8", "rows": -1}, -1, _STATIC),
     "FP8_PER_CHANNEL_PER_TOKEN": (lambda _: {"bits": 8, "group_size": -1, "dtype": "fp8"}, -1, _TOKEN),
     "FP8_PB_WO": (lambda size: {"bits": 8, "group_size": size, "dtype": "fp8", "rows": size}, 128, None),
-    "NVFP4": (lambda size: {"bits": 4, "group_size": size, "dtype": "fp4"}, 16, None),
+    "NVFP4": (lambda size: {"bits": 4, "group_size": size, "dtype": "fp4"}, 16, NVFP4_INPUTS),
     "W4A16_NVFP4": (lambda size: {"bits": 4, "group_size": size, "dtype": "fp4"}, 16, None),
     "W4A16_AWQ": (lambda size: {"bits": 4, "group_size": size}, 128, None),
     "W8A16": (lambda _: {"bits": 8, "group_size": -1}, -1, None),
@@ -84,6 +84,10 @@ class ModelOpt(ReadOnlyFormat):
         found = {_plain(name): _scheme(each) for name, each in layers.items()}
         weights = next(iter(found.values()))[0]
         rounded = list(dict.fromkeys(inputs for _, inputs in found.values() if inputs is not None))
+        if len(rounded) > 1 and NVFP4_INPUTS in rounded:
+            rounded.remove(NVFP4_INPUTS)
+            found = {name: (scheme, None if inputs == NVFP4_INPUTS else inputs)
+                     for name, (scheme, inputs) in found.items()}  # fmt: skip
         if len(rounded) > 1:
             raise CheckpointError(f"{_WHAT} configuration: inputs are rounded as {rounded[0]} and as {rounded[1]}; "
                                   "one scheme for all is supported")  # fmt: skip

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from qserve.checkpoint.source import open_model
-from qserve.checkpoint.spec import MXFP4, NVFP4, ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, NVFP4_INPUTS, ActivationScheme, QuantSpec, WeightScheme
 
 pytestmark = pytest.mark.interop
 
 INT8 = ActivationScheme("int8")
 FP8 = ActivationScheme("fp8")
-FP4 = ActivationScheme("fp4", "group", dynamic=False, group_size=16)
 MIXED = {"model.layers.1.mlp.down_proj": WeightScheme(8, 32), "model.layers.0.self_attn.q_proj": WeightScheme(3, 64)}
 EIGHT = {"model.layers.1.mlp.down_proj": WeightScheme(8, 32)}
 SPECS = {
@@ -40,7 +39,7 @@ SPECS = {
     "naive-quantized": QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8")),
     "mxfp4-pack-quantized": QuantSpec("rtn", MXFP4),
     "nvfp4-pack-quantized": QuantSpec("rtn", NVFP4),
-    "nvfp4-pack-quantized, inputs too": QuantSpec("rtn", NVFP4, FP4),
+    "nvfp4-pack-quantized, inputs too": QuantSpec("rtn", NVFP4, NVFP4_INPUTS),
 }
 
 

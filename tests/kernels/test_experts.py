@@ -14,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import NVFP4_INPUTS, ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.executor import Executor, Step
 from qserve.kernels.ops import Activation, Experts, Function, Linear, Op, Route, SigmoidMul
@@ -204,7 +204,7 @@ SCHEMES: dict[str, tuple[WeightScheme, ActivationScheme | None, bool]] = {
     "4-bit-asymmetric": (WeightScheme(4, 16, symmetric=False), None, False),
     "4-bit-in-any-order": (WeightScheme(4, 16), None, True),
     "fp4": (WeightScheme(4, 16, dtype="fp4"), None, False),
-    "nvfp4": (WeightScheme(4, 16, dtype="fp4"), ActivationScheme("fp4", "group", False, 16), False),
+    "nvfp4": (WeightScheme(4, 16, dtype="fp4"), NVFP4_INPUTS, False),
     "8-bit": (WeightScheme(8, -1), ActivationScheme("int8"), False),
     "8-bit-static": (WeightScheme(8, -1), INT8, False),
     "fp8": (WeightScheme(8, -1, dtype="fp8"), ActivationScheme("fp8"), False),

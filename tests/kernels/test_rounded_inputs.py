@@ -11,7 +11,7 @@ import torch
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.grid import E2M1
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import NVFP4, ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import NVFP4, NVFP4_INPUTS, ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.executor import Executor, Step
 from qserve.kernels.ops import Embed, Linear
@@ -29,7 +29,6 @@ FP8_STATIC = ActivationScheme("fp8", "tensor", dynamic=False)
 FP8_TENSOR = ActivationScheme("fp8", "tensor")
 FP8_GROUP = ActivationScheme("fp8", "group", group_size=128)
 SCHEMES = [INT8, INT8_STATIC, INT8_GROUP, FP8, FP8_STATIC, FP8_TENSOR, FP8_GROUP]
-FP4 = ActivationScheme("fp4", "group", dynamic=False, group_size=16)
 
 CHANNEL = WeightScheme(8, -1)
 FP8_CHANNEL = WeightScheme(8, -1, dtype="fp8")
@@ -92,7 +91,7 @@ def test_inputs_in_four_bits_take_the_nearest_number_of_the_nearest_scale() -> N
     """Against a search over all e4m3 numbers, then over all e2m1 numbers (NVFP4)."""
     torch.manual_seed(0)
     x = torch.randn(5, 72) * torch.tensor([[0.01], [1.0], [30.0], [1e-35], [1e4]])
-    got, step = round_input(x, FP4, 0.02).double(), 0.02
+    got, step = round_input(x, NVFP4_INPUTS, 0.02).double(), 0.02
     eights, numbers = e4m3_grid().double(), torch.tensor(E2M1.codebook).double().unique()
     for row, rounded in zip(x.double(), got):
         for span, mine in zip(row.split(16), rounded.split(16)):
@@ -103,7 +102,7 @@ def test_inputs_in_four_bits_take_the_nearest_number_of_the_nearest_scale() -> N
             nearest = (span[:, None] / scale - numbers).abs().amin(-1)
             torch.testing.assert_close((span / scale - mine / scale).abs(), nearest, rtol=1e-5, atol=2e-5)
     half = torch.tensor([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -5, 0, 0, 0, 0, 0, 0]])
-    assert round_input(half, FP4, 1.0).tolist() == [[6, 0, 1, 1, 2, 2, 4, 4, 0, -4, 0, 0, 0, 0, 0, 0]]
+    assert round_input(half, NVFP4_INPUTS, 1.0).tolist() == [[6, 0, 1, 1, 2, 2, 4, 4, 0, -4, 0, 0, 0, 0, 0, 0]]
 
 
 def test_the_kernels_round_to_four_bits_like_the_reference(isa: native.Isa) -> None:
@@ -111,8 +110,8 @@ def test_the_kernels_round_to_four_bits_like_the_reference(isa: native.Isa) -> N
     torch.manual_seed(1)
     x = torch.randn(7, 144) * torch.tensor([1e-3, 0.1, 1.0, 40.0, 1e-35, 1e30, 0.0])[:, None]
     codes = torch.zeros(144, 144, dtype=torch.uint8).fill_diagonal_(2)  # 1.0
-    weight = QuantizedWeight(NVFP4, codes, torch.ones(144, 9), activations=FP4, input_scale=0.03125)
-    got, want = product(native.NativeExecutor(2, isa), x, weight), round_input(x, FP4, 0.03125)
+    weight = QuantizedWeight(NVFP4, codes, torch.ones(144, 9), activations=NVFP4_INPUTS, input_scale=0.03125)
+    got, want = product(native.NativeExecutor(2, isa), x, weight), round_input(x, NVFP4_INPUTS, 0.03125)
     torch.testing.assert_close(got, want, rtol=3e-7, atol=0)
     x[3, 20], x[4, 143] = torch.nan, torch.inf
     got = product(native.NativeExecutor(2, isa), x, weight)
@@ -123,10 +122,10 @@ def test_the_kernels_round_to_four_bits_like_the_reference(isa: native.Isa) -> N
 
 @pytest.mark.parametrize("rows", [1, 5, 13, 50])
 def test_products_of_weights_and_inputs_in_four_bits(isa: native.Isa, rows: int) -> None:
-    weight = make_weight(70, 208, NVFP4, FP4)
+    weight = make_weight(70, 208, NVFP4, NVFP4_INPUTS)
     x = torch.randn(rows, 208, generator=torch.Generator().manual_seed(rows))
     got = product(native.NativeExecutor(2, isa), x, weight)
-    rounded = round_input(x, FP4, weight.input_scale).double()
+    rounded = round_input(x, NVFP4_INPUTS, weight.input_scale).double()
     want = rounded @ weight.dequantize().double().t()
     bound = rounded.abs() @ weight.dequantize().double().abs().t()
     assert bool(((got - want).abs() <= 2e-6 * bound + 1e-9).all())
@@ -138,7 +137,8 @@ def test_products_of_weights_and_inputs_in_four_bits(isa: native.Isa, rows: int)
 
 
 def test_weights_that_no_product_with_inputs_in_four_bits_is_for() -> None:
-    for weight in (make_weight(16, 64, FP8_CHANNEL, FP4), make_weight(16, 64, WeightScheme(4, 16), FP4, shuffled=True)):
+    shuffled = make_weight(16, 64, WeightScheme(4, 16), NVFP4_INPUTS, shuffled=True)
+    for weight in (make_weight(16, 64, FP8_CHANNEL, NVFP4_INPUTS), shuffled):
         reason = native.NativeExecutor(1).supports(Linear(torch.zeros(1, 64), weight, torch.zeros(1, 16)))
         assert reason is not None and "inputs in fp4 have no C kernel" in reason
     with pytest.raises(UsageError, match="for each group of 16"):

@@ -11,7 +11,7 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import COMPRESSED_TENSORS as FORMAT
 from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import MXFP4, NVFP4, ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, NVFP4_INPUTS, ActivationScheme, KVScheme, QuantSpec, WeightScheme
 from qserve.quantize import fp4
 
 INT8 = ActivationScheme("int8")
@@ -130,7 +130,7 @@ def test_four_bit_floats_are_read() -> None:
 
 
 def test_inputs_in_four_bits_are_those_of_nvfp4(assert_same) -> None:
-    inputs = ActivationScheme("fp4", "group", dynamic=False, group_size=16)
+    inputs = NVFP4_INPUTS
     weight = fp4.nearest(torch.randn(8, 32), torch.ones(32), NVFP4)
     weight = replace(weight, activations=inputs, input_scale=1 / 1234.5)
     parts = FORMAT.pack(weight)

@@ -13,7 +13,7 @@ from torch import Tensor
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.formats.modelopt import ModelOpt
 from qserve.checkpoint.hf import HFDirectory
-from qserve.checkpoint.spec import ActivationScheme, KVScheme, WeightScheme
+from qserve.checkpoint.spec import NVFP4_INPUTS, ActivationScheme, KVScheme, WeightScheme
 
 FORMAT = ModelOpt()
 Q, OUT, GATE = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate_proj"
@@ -73,6 +73,7 @@ def test_schemes_of_algorithms() -> None:
 
     assert read().activations == ActivationScheme("fp8", "tensor", dynamic=False)
     assert read(quant_algo="NVFP4").weights == WeightScheme(4, 16, dtype="fp4") and read().kv_cache is None
+    assert read(quant_algo="NVFP4").activations == NVFP4_INPUTS and not read(quant_algo="W4A16_NVFP4").activations
     assert read(quant_algo="FP8_PB_WO").weights == WeightScheme(8, 128, dtype="fp8", rows=128)
     groups = {"group_0": {"weights": {"num_bits": 4, "group_size": 32}, "targets": ["Linear"]}}
     assert read(quant_algo="W4A16_AWQ", config_groups=groups).weights == WeightScheme(4, 32)
