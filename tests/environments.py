@@ -109,7 +109,7 @@ PEERS = {
         alone=("gptqmodel==7.7.0",),
         imports=("gptqmodel",),
     ),
-    "llm-compressor": Environment((TORCH, "transformers==5.17.0", "llmcompressor==0.13.0"), ("llmcompressor",)),
+    "llm-compressor": Environment((TORCH, "transformers==5.17.0", "llmcompressor==0.14.0.1"), ("llmcompressor",)),
     "auto-round": Environment((TORCH, "transformers==5.23.0", "auto-round==0.16.1"), ("auto_round",)),
 }
 # What qserve fleet needs, beside what qserve has.

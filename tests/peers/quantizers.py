@@ -1,9 +1,9 @@
 """The demo model by another quantizer: ``python tests/peers/quantizers.py ENVIRONMENTS MODELS TEXT NAME OUT``.
 
 ENVIRONMENTS come from ``python tests/environments.py peers DIR``; the dense model is made in MODELS where it is not
-there. NAME is gptqmodel or auto-round. Weights of every linear but the tied head, symmetric, in groups of 64,
-calibrated on the very windows that ``qserve quantize demo --calibration TEXT`` draws: 128 of 512 tokens. Says how long
-it took, and writes a GPTQ checkpoint to OUT, which ``qserve eval OUT --against demo`` measures. ``--recipe`` is what
+there. NAME is gptqmodel, auto-round or llm-compressor. Weights of every linear but the tied head, symmetric, in groups
+of 64, or of llm-compressor as ``--scheme`` says, calibrated on the very windows that ``qserve quantize demo --calibration TEXT`` draws: 128 of 512 tokens. Says how long
+it took, and writes a checkpoint to OUT, which ``qserve eval OUT --against demo`` measures. ``--recipe`` is what
 its authors recommend where time does not matter. With ``--beside`` it also says how long ``qserve quantize`` takes with
 these options in the same minutes, before it and after it.
 """
@@ -30,8 +30,14 @@ from qserve.calibration.windows import calibration_windows
 from qserve.checkpoint.source import open_model
 
 HERE = Path(__file__).absolute().parent / "contestants"
-RECIPES = {"gptqmodel": ("default", "mse", "gptaq", "mse+gptaq"), "auto-round": ("default", "best")}
-SCRIPTS = {"gptqmodel": "gptqmodel_quantize.py", "auto-round": "auto_round_quantize.py"}
+RECIPES = {
+    "gptqmodel": ("default", "mse", "gptaq", "mse+gptaq"), "auto-round": ("default", "best"),
+    "llm-compressor": ("default", "gptq", "gptq+mse"),
+}  # fmt: skip
+SCRIPTS = {
+    "gptqmodel": "gptqmodel_quantize.py", "auto-round": "auto_round_quantize.py",
+    "llm-compressor": "llm_compressor_quantize.py",
+}  # fmt: skip
 SAMPLES, LENGTH, SEED = 128, 512, 0
 """The defaults of ``qserve quantize``."""
 THREADS = "2"
@@ -45,7 +51,9 @@ def main() -> None:
     parser.add_argument("name", choices=SCRIPTS)
     parser.add_argument("out", type=Path)
     parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--recipe", default="default", help="gptqmodel: mse, gptaq, mse+gptaq; auto-round: best")
+    parser.add_argument("--scheme", default="NVFP4", help="of llm-compressor: NVFP4, NVFP4A16 or MXFP4A16")
+    recipes = "; ".join(f"{name}: {', '.join(known[1:])}" for name, known in RECIPES.items())
+    parser.add_argument("--recipe", default="default", help=recipes)
     parser.add_argument("--beside", metavar="OPTIONS", help="of qserve quantize, such as '--effort fast'")
     arguments = parser.parse_args()
     if arguments.recipe not in RECIPES[arguments.name]:
@@ -58,7 +66,8 @@ def main() -> None:
         save_file({"windows": calibration_windows(token_ids, SAMPLES, LENGTH, SEED)}, str(windows))
         python = arguments.environments.absolute() / arguments.name / "bin" / "python"
         model, out = make_dense(arguments.models).absolute(), arguments.out.absolute()
-        options = [model, windows, out, str(arguments.bits), arguments.recipe]
+        kind = arguments.scheme if arguments.name == "llm-compressor" else str(arguments.bits)
+        options = [model, windows, out, kind, arguments.recipe]
         ours: list[float] = []
         if arguments.beside is not None:
             command = [sys.executable, "-m", "qserve", "quantize", "demo", Path(work) / "ours", "--overwrite"]
