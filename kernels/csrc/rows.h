@@ -289,12 +289,18 @@ static int32_t argmax(const float *x, int32_t width)
     return j;
 }
 
-static void quantize(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
+/* Twice the nearest of e2m1's numbers, whose distances double at 2 and at 4. */
+INLINE vf twice_e2m1(vf x)
 {
-    if (op->permutation || op->act_group % LANES || op->x_width != op->k || op->act_dtype == QS_F4) {
-        QS_NAME(quantize)(op, x, codes, scales, sums);
-        return;
-    }
+    x = lower(higher(x, all(-6.0f)), all(6.0f));
+    vf size = higher(x, all(0.0f) - x), coarse = all(4.0f) * nearest(all(0.5f) * x);
+    vf fine = chosen(above(size, all(2.0f)), all(2.0f) * nearest(x), nearest(all(2.0f) * x));
+    return chosen(above(size, all(4.0f)), coarse, fine);
+}
+
+INLINE void quantize_lanes(
+    const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums, const int fp4)
+{
     const vi zero = codes_of(all(0.0f));
     for (int32_t start = 0, g = 0; start < op->k; start += op->act_span) {
         int32_t end = op->k - start < op->act_span ? op->k : start + op->act_span;
@@ -306,15 +312,26 @@ static void quantize(const qs_linear *op, const float *x, int8_t *codes, float *
         for (int32_t part = start; part < end; part += op->act_group, g++) {
             vi total = zero;
             for (int32_t j = part; j < part + op->act_group; j += LANES) {
-                vf scaled = higher(load(x + j) * all(inverse), all(-128.0f));
-                vi code = inverse == 0.0f ? zero : codes_of(lower(scaled, all(127.0f)));
+                vf scaled = load(x + j) * all(inverse);
+                scaled = fp4 ? twice_e2m1(scaled) : lower(higher(scaled, all(-128.0f)), all(127.0f));
+                vi code = inverse == 0.0f ? zero : codes_of(scaled);
                 total = total + code;
                 store_codes(codes + j, code);
             }
-            scales[g] = scale;
+            scales[g] = fp4 ? 0.5f * scale : scale;
             sums[g] = sum_codes(total);
         }
     }
+}
+
+static void quantize(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
+{
+    if (op->permutation || op->act_group % LANES || op->x_width != op->k)
+        QS_NAME(quantize)(op, x, codes, scales, sums);
+    else if (op->act_dtype == QS_F4)
+        quantize_lanes(op, x, codes, scales, sums, 1);
+    else
+        quantize_lanes(op, x, codes, scales, sums, 0);
 }
 
 /* Numbers to int8 codes of a cache: saturated at -127 .. 127, -128 for what is not finite. */
