@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import NVFP4_INPUTS, ActivationScheme, WeightScheme
 from qserve.kernels.ops import Activation, Experts, Linear, Route
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton import grouped
@@ -132,6 +132,17 @@ def test_experts_in_fp4_with_biases_are_those_of_the_reference(rows: int) -> Non
     run_on(ReferenceExecutor(), [want], make_step(rows))
     run_on(triton_executor(), [op], make_step(rows))
     torch.testing.assert_close(op.out, want.out, rtol=0, atol=1e-5 * float(want.out.abs().max()))
+
+
+def test_inputs_of_experts_that_nvfp4_rounds_stay_finer() -> None:
+    op = experts_op("fp4", 5, 2)
+    rounded = [tuple(replace(weight, activations=NVFP4_INPUTS, input_scale=0.01 * (1 + e)) for e, weight in
+                     enumerate(weights)) for weights in (op.gate_up, op.down)]  # fmt: skip
+    other = replace(op, gate_up=rounded[0], down=rounded[1], out=op.out.clone())
+    for each in (op, other):
+        assert triton_executor().supports(each) is None
+        run_on(triton_executor(), [each], make_step(5))
+    assert torch.equal(op.out, other.out)
 
 
 def test_projections_of_experts_may_differ_in_their_tiles() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import NVFP4, NVFP4_INPUTS, ActivationScheme, WeightScheme
 from qserve.kernels import ops, reference
 from qserve.kernels.triton import dequantize, linear, target, weight_only
 from qserve.kernels.triton.dense import multiply
@@ -338,6 +338,18 @@ def test_fp4(rows: int, out: int, inp: int, group: int, dtype: torch.dtype) -> N
     assert error(run(op, rows), want(op, rows)) < TOLERANCE[dtype]
     rounded = replace(weight, activations=ActivationScheme("int8"))
     assert "fp4" in str(linear.supports(rounded, target.target(DEVICE)))
+
+
+def test_inputs_that_nvfp4_rounds_stay_finer() -> None:
+    plain = make_weight(70, 192, NVFP4)
+    weight = replace(plain, activations=NVFP4_INPUTS, input_scale=0.01)
+    x = torch.randn(3, 192, device=DEVICE)
+    op = ops.Linear(x, weight, torch.empty(3, 70, device=DEVICE))
+    finer = linear.with_finer_inputs(op)
+    assert isinstance(finer, ops.Linear) and linear.supports(finer.weight, target.target(DEVICE)) is None
+    assert linear.packed_bytes(NVFP4, NVFP4_INPUTS, 70, 192) == linear.packed_bytes(NVFP4, None, 70, 192)
+    assert torch.equal(run(finer, 3), run(replace(op, weight=plain), 3))
+    assert linear.with_finer_inputs(replace(op, weight=plain)).weight is plain
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
