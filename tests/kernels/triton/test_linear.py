@@ -22,6 +22,7 @@ from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.prepack import planes
 from qserve.kernels.triton.tuning.configs import Config
 from qserve.kernels.triton.workspace import Workspace
+from tests.kernels.quantized_weights import make_weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8 = pytest.mark.skipif("fp8" not in target.target(DEVICE).features, reason="this GPU has no e4m3")
