@@ -21,6 +21,8 @@ _GROUPS = (-1, 32, 64, 128)
 _MARLIN_OUT, _MARLIN_IN = 64, 128
 # What CUTLASS's products of 4-bit floats need.
 _FP4_STEP = 32
+# Integers of 4 bits whose inputs are e4m3 numbers: what the kernel for Hopper takes.
+_W4AFP8 = WeightScheme(4, 128), ActivationScheme("fp8")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # Experts of GPT-OSS: gate and up are one linear, its rows in turn. Other loaders know it by the stack of all experts.
 _JOINED_EXPERT = re.compile(r"\.experts\.\d+\.gate_up_proj")
@@ -89,17 +91,17 @@ def _qserve(case: _Case) -> str | None:
 
 
 def _vllm(case: _Case) -> str | None:
-    return _served(case, heads_of_kv=True, small_inputs=True, fp4_alone=True)
+    return _served(case, heads_of_kv=True, small_inputs=True, newer=True)
 
 
 def _sglang(case: _Case) -> str | None:
-    return _served(case, heads_of_kv=False, small_inputs=case.format.name.startswith("gptq"), fp4_alone=False)
+    return _served(case, heads_of_kv=False, small_inputs=case.format.name.startswith("gptq"), newer=False)
 
 
-def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, fp4_alone: bool) -> str | None:
+def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, newer: bool) -> str | None:
     """The limits of vLLM, which SGLang took over. ``small_inputs``: symmetric weights that Marlin cannot take run in a
-    slower kernel; ``fp4_alone``: 4-bit floats are loaded under inputs
-    that are not rounded."""
+    slower kernel; ``newer``: also 4-bit floats under inputs that
+    are not rounded, and 4-bit integers under fp8."""
     kv_cache = case.spec.kv_cache
     if case.format.name == "gguf":
         return _GGUF
@@ -117,9 +119,9 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, fp4_alone: bo
         if activations is None and scheme.grid is INTEGERS:
             reason = _integers(case, module, scheme, small_inputs=small_inputs)
         elif scheme.grid is E2M1:
-            reason = _four_bit_floats(scheme, activations, case.shapes[module], alone=fp4_alone)
+            reason = _four_bit_floats(scheme, activations, case.shapes[module], alone=newer)
         else:
-            reason = _rounded_inputs(scheme, activations, case.shapes[module])
+            reason = _rounded_inputs(scheme, activations, case.shapes[module], w4afp8=newer)
         if reason is not None:
             return f"{module}: {reason}"
     return _unlike_siblings(case) or _undivided(case)
@@ -152,8 +154,12 @@ def _four_bit_floats(
     return None
 
 
-def _rounded_inputs(scheme: WeightScheme, activations: ActivationScheme | None, shape: tuple[int, int]) -> str | None:
-    """int8 x int8, fp8 x fp8, or fp8 weights alone."""
+def _rounded_inputs(
+    scheme: WeightScheme, activations: ActivationScheme | None, shape: tuple[int, int], *, w4afp8: bool
+) -> str | None:
+    """int8 x int8, fp8 x fp8, or fp8 weights alone; ``w4afp8``: 4 bits x fp8, too."""
+    if w4afp8 and (scheme, activations) == _W4AFP8:
+        return None
     block = scheme.rows not in (1, -1)
     if scheme.group_size != -1 and not block:
         return f"weights must have scales per channel, per tensor or per block where inputs are rounded, not {scheme}"
@@ -274,6 +280,8 @@ def _vllm_note(case: _Case) -> str:
         return f"needs --dtype float16: {slow}"
     if case.spec.activations is not None and case.spec.activations.grid is E2M1:
         return _FOUR_BITS
+    if (case.spec.weights, case.spec.activations) == _W4AFP8:
+        return "for Hopper GPUs alone"
     if case.format.name == "fp8" and case.spec.weights.rows == -1:
         return "fused siblings are rounded again to one scale per tensor"
     return ""

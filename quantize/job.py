@@ -13,8 +13,8 @@ from qserve.quantize.gguf_recipes import RECIPES, Recipe
 from qserve.quantize.methods import METHODS, Method, usual_method
 
 SCHEMES = (
-    "weights", "trellis", "nvfp4", "nvfp4a16", "mxfp4a16", "w8a8", "fp8", "fp8-tensor", "fp8-static", "fp8-block",
-    *RECIPES,
+    "weights", "trellis", "nvfp4", "nvfp4a16", "mxfp4a16", "w4afp8", "w8a8", "fp8", "fp8-tensor", "fp8-static",
+    "fp8-block", *RECIPES,
 )  # fmt: skip
 
 
@@ -25,6 +25,7 @@ class QuantizeJob:
     scheme           weights: integers of ``bits`` in groups; trellis: codes of 2 to 4 bits that outputs choose
                      together, which qserve alone reads; nvfp4a16: e2m1 numbers of 4 bits, an e4m3 scale for every 16
                      inputs; nvfp4: the inputs of products likewise; mxfp4a16: a power of two for every 32 inputs;
+                     w4afp8: integers of 4 bits in groups of 128, e4m3 inputs per token;
                      w8a8: int8 weights per channel, int8 inputs per token; fp8: e4m3 weights per channel, inputs per
                      token; fp8-tensor: one scale for each, inputs dynamic; fp8-static: the same with calibrated input
                      scales; fp8-block: weights in blocks of 128 x 128, inputs in groups of 128; Q4_K_M and the other
@@ -180,6 +181,8 @@ class QuantizeJob:
                 return NVFP4
             case "mxfp4a16":
                 return MXFP4
+            case "w4afp8":
+                return WeightScheme(4, 128)
             case "w8a8":
                 return WeightScheme(8, -1)
             case "fp8":
@@ -199,7 +202,7 @@ class QuantizeJob:
                 return NVFP4_INPUTS
             case "w8a8":
                 return ActivationScheme("int8")
-            case "fp8":
+            case "fp8" | "w4afp8":
                 return ActivationScheme("fp8")
             case "fp8-block":
                 return ActivationScheme("fp8", "group", group_size=128)

@@ -185,7 +185,7 @@ METHODS: dict[str, Method] = {
             "gptq",
             help="later weights make up for the errors of earlier ones; then codes and scales improve in turn",
             quantize=_gptq,
-            usual_for=("weights", "trellis", "nvfp4", "nvfp4a16", "mxfp4a16", *RECIPES),
+            usual_for=("weights", "trellis", "nvfp4", "nvfp4a16", "mxfp4a16", "w4afp8", *RECIPES),
             hessian=True,
             compensates=True,
         ),

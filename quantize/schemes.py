@@ -49,7 +49,7 @@ def assign(
     """
     overrides: dict[str, WeightScheme] = {}
     ignored: list[str] = []
-    falls: dict[tuple[int, int], int] = {}
+    falls: dict[tuple[int, int, int], int] = {}
     skipped: dict[tuple[int, int], int] = {}
     for module, (out, inp) in shapes.linears.items():
         wanted = (chosen or {}).get(module, job.weights)
@@ -68,7 +68,8 @@ def assign(
             continue
         size = group_size_for(inp, wanted.group_size) if wanted.rows == 1 else wanted.group_size
         if size != wanted.group_size:
-            falls[inp, size] = falls.get((inp, size), 0) + 1
+            fall = wanted.group_size, inp, size
+            falls[fall] = falls.get(fall, 0) + 1
         scheme = replace(wanted, group_size=size)
         if scheme != job.weights:
             overrides[module] = scheme
@@ -80,9 +81,9 @@ def assign(
             f"{word_values(job.weights)}"
         )
     notices = [
-        f"groups of {job.group_size} do not divide an input of {inp}: {count} linears use "
+        f"groups of {wanted_size} do not divide an input of {inp}: {count} linears use "
         + (f"groups of {size}" if size > 0 else "one scale per channel")
-        for (inp, size), count in falls.items()
+        for (wanted_size, inp, size), count in falls.items()
     ]
     notices += [
         f"{count} linears of {out} x {inp} stay in floating point: packed storage needs multiples of "

@@ -19,6 +19,8 @@ RECIPES: tuple[tuple[str, str, str], ...] = (
      "SmoothQuant moves outliers from the inputs into the weights"),
     ("throughput on Hopper or Ada", "`--scheme fp8`, or `fp8-block`; `--method gptq` is closer",
      "near lossless; needs no calibration without gptq"),
+    ("the same where memory is short", "`--scheme w4afp8`",
+     "4 bits a weight, and inputs in fp8 for the tensor cores of Hopper; vLLM's kernel"),
     ("throughput on Blackwell", "`--scheme nvfp4`; `nvfp4a16` leaves inputs in 16 bits",
      "weights, and inputs, in floats of 4 bits, which its tensor cores multiply"),
     ("a file for llama.cpp, of the size and speed of its own types",

@@ -180,3 +180,10 @@ def test_who_loads_it() -> None:
     both = QuantSpec("gptq", NVFP4, QuantizeJob(scheme="nvfp4").activations)
     assert accepted(both, (96, 160)) == {"qserve", "vllm", "sglang", "transformers"}
     assert accepted(both, (96, 144)) == {"qserve", "transformers"}
+    hopper = QuantizeJob(scheme="w4afp8")
+    both = QuantSpec("gptq", hopper.weights, hopper.activations)
+    assert accepted(both, (96, 256)) == {"qserve", "vllm", "transformers"}
+    (vllm,) = verdicts(both, {"model.a": (96, 256)}, ["vllm"], format=COMPRESSED_TENSORS)
+    assert "Hopper" in vllm.reason
+    smaller = QuantSpec("gptq", WeightScheme(4, 64), hopper.activations)
+    assert accepted(smaller, (96, 256)) == {"qserve", "transformers"}
