@@ -14,7 +14,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.formats.compressed_tensors_config import layout
 from qserve.checkpoint.formats.format import FUSED, Format, Schemes, Shapes, is_embedding
 from qserve.checkpoint.grid import E2M1, INTEGERS, TRELLIS
-from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MICROSCALED, MXFP8, ActivationScheme, QuantSpec, WeightScheme
 
 # Group sizes of the Marlin kernels, and the multiples of outputs and inputs they need.
 _GROUPS = (-1, 32, 64, 128)
@@ -23,6 +23,7 @@ _MARLIN_OUT, _MARLIN_IN = 64, 128
 _FP4_STEP = 32
 # Integers of 4 bits whose inputs are e4m3 numbers: what the kernel for Hopper takes.
 _W4AFP8 = WeightScheme(4, 128), ActivationScheme("fp8")
+_MXFP8 = MXFP8, ActivationScheme("fp8", "group", group_size=32)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 # Experts of GPT-OSS: gate and up are one linear, its rows in turn. Other loaders know it by the stack of all experts.
 _JOINED_EXPERT = re.compile(r"\.experts\.\d+\.gate_up_proj")
@@ -101,7 +102,7 @@ def _sglang(case: _Case) -> str | None:
 def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, newer: bool) -> str | None:
     """The limits of vLLM, which SGLang took over. ``small_inputs``: symmetric weights that Marlin cannot take run in a
     slower kernel; ``newer``: also 4-bit floats under inputs that
-    are not rounded, and 4-bit integers under fp8."""
+    are not rounded, 4-bit integers under fp8, and MXFP8."""
     kv_cache = case.spec.kv_cache
     if case.format.name == "gguf":
         return _GGUF
@@ -121,7 +122,7 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, newer: bool) 
         elif scheme.grid is E2M1:
             reason = _four_bit_floats(scheme, activations, case.shapes[module], alone=newer)
         else:
-            reason = _rounded_inputs(scheme, activations, case.shapes[module], w4afp8=newer)
+            reason = _rounded_inputs(scheme, activations, case.shapes[module], newer=newer)
         if reason is not None:
             return f"{module}: {reason}"
     return _unlike_siblings(case) or _undivided(case)
@@ -155,10 +156,10 @@ def _four_bit_floats(
 
 
 def _rounded_inputs(
-    scheme: WeightScheme, activations: ActivationScheme | None, shape: tuple[int, int], *, w4afp8: bool
+    scheme: WeightScheme, activations: ActivationScheme | None, shape: tuple[int, int], *, newer: bool
 ) -> str | None:
-    """int8 x int8, fp8 x fp8, or fp8 weights alone; ``w4afp8``: 4 bits x fp8, too."""
-    if w4afp8 and (scheme, activations) == _W4AFP8:
+    """int8 x int8, fp8 x fp8, or fp8 weights alone; ``newer``: 4 bits x fp8 and MXFP8, too."""
+    if newer and (scheme, activations) in (_W4AFP8, _MXFP8):
         return None
     block = scheme.rows not in (1, -1)
     if scheme.group_size != -1 and not block:
@@ -224,7 +225,7 @@ def _transformers_compressed(case: _Case) -> str | None:
     for module in filter(_EXPERT.search, case.schemes):
         if case.schemes[module] != weights:
             return f"{module}: all experts must have the one global scheme"
-        kept = weights.grid is E2M1 or weights.rows not in (1, -1) or stored == "int-quantized"
+        kept = weights in MICROSCALED or weights.rows not in (1, -1) or stored == "int-quantized"
         if kept or not weights.symmetric:
             return f"{module}: experts are loaded from packed symmetric integers, or from fp8 per channel or tensor"
     if at_once := _dequantized_at_once(case):

@@ -114,6 +114,10 @@ class WeightScheme:
 
 MXFP4, NVFP4 = WeightScheme(4, 32, dtype="fp4"), WeightScheme(4, 16, dtype="fp4")
 """Their scales are powers of two; and e4m3 numbers over a number that the whole weight has."""
+MXFP8 = WeightScheme(8, 32, dtype="fp8")
+"""As it is written, its scales are powers of two."""
+MICROSCALED = (MXFP4, NVFP4, MXFP8)
+"""No other group has such scales."""
 
 
 @dataclass(frozen=True)

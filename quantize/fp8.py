@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import WeightScheme
+from qserve.checkpoint.spec import MXFP8, WeightScheme
 
 # Elements per pass of the search.
 _CHUNK = 1 << 20
@@ -24,7 +24,8 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
     schemes.
 
     Each tensor, output or block takes the scale of least error between absmax / 448 and twice that. A few inputs often
-    carry most of the error, and their weights then lie near e4m3 numbers. Scales are float32 and positive.
+    carry most of the error, and their weights then lie near e4m3 numbers. Scales are float32 and positive; those of
+    MXFP8 are powers of two.
     """
     if scheme.grid is not E4M3:
         raise ValueError(f"e4m3 numbers cannot store {scheme}")
@@ -48,6 +49,8 @@ def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
         largest = _by_group(weight[part].abs(), scheme).amax(2)
         peak.scatter_reduce_(0, block[part, None].expand_as(largest), largest, "amax")
     first = (peak / E4M3.largest).clamp(min=_SMALLEST)
+    if scheme == MXFP8:  # a larger power of two would only make small weights coarser
+        return torch.exp2(first.log2().ceil())[block]
     factors = torch.exp2(torch.arange(_STEPS) / _STEPS)
     error = torch.zeros(_STEPS, blocks, groups)
     for part in _parts(weight):

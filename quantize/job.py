@@ -8,13 +8,13 @@ from typing import Literal
 from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
-from qserve.checkpoint.spec import MXFP4, NVFP4, NVFP4_INPUTS, ActivationScheme, KVScheme, WeightScheme
+from qserve.checkpoint.spec import MXFP4, MXFP8, NVFP4, NVFP4_INPUTS, ActivationScheme, KVScheme, WeightScheme
 from qserve.quantize.gguf_recipes import RECIPES, Recipe
 from qserve.quantize.methods import METHODS, Method, usual_method
 
 SCHEMES = (
     "weights", "trellis", "nvfp4", "nvfp4a16", "mxfp4a16", "w4afp8", "w8a8", "fp8", "fp8-tensor", "fp8-static",
-    "fp8-block", *RECIPES,
+    "fp8-block", "mxfp8", *RECIPES,
 )  # fmt: skip
 
 
@@ -25,10 +25,10 @@ class QuantizeJob:
     scheme           weights: integers of ``bits`` in groups; trellis: codes of 2 to 4 bits that outputs choose
                      together, which qserve alone reads; nvfp4a16: e2m1 numbers of 4 bits, an e4m3 scale for every 16
                      inputs; nvfp4: the inputs of products likewise; mxfp4a16: a power of two for every 32 inputs;
-                     w4afp8: integers of 4 bits in groups of 128, e4m3 inputs per token;
-                     w8a8: int8 weights per channel, int8 inputs per token; fp8: e4m3 weights per channel, inputs per
-                     token; fp8-tensor: one scale for each, inputs dynamic; fp8-static: the same with calibrated input
-                     scales; fp8-block: weights in blocks of 128 x 128, inputs in groups of 128; Q4_K_M and the other
+                     w4afp8: integers of 4 bits in groups of 128, e4m3 inputs per token; w8a8: int8 weights per channel,
+                     int8 inputs per token; fp8: e4m3 weights per channel, inputs per token; fp8-tensor: one scale for
+                     each, inputs dynamic; fp8-static: the same with calibrated input scales; fp8-block: weights in
+                     blocks of 128 x 128, inputs in groups of 128; mxfp8: both in groups of 32; Q4_K_M and the other
                      ``RECIPES``: llama.cpp's types of these names, in the format gguf, which also choose what embedding
                      and head have
     method           a name in ``METHODS``; None takes the one usual for the scheme
@@ -189,6 +189,8 @@ class QuantizeJob:
                 return WeightScheme(8, -1, dtype="fp8")
             case "fp8-block":
                 return WeightScheme(8, 128, dtype="fp8", rows=128)
+            case "mxfp8":
+                return MXFP8
         return WeightScheme(8, -1, dtype="fp8", rows=-1)
 
     @property
@@ -206,6 +208,8 @@ class QuantizeJob:
                 return ActivationScheme("fp8")
             case "fp8-block":
                 return ActivationScheme("fp8", "group", group_size=128)
+            case "mxfp8":
+                return ActivationScheme("fp8", "group", group_size=32)
         return ActivationScheme("fp8", "tensor", dynamic=self.scheme != "fp8-static")
 
     @property

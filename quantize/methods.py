@@ -168,7 +168,7 @@ METHODS: dict[str, Method] = {
             "rtn",
             help="each weight by itself",
             quantize=_rtn,
-            usual_for=("fp8", "fp8-tensor", "fp8-static", "fp8-block"),
+            usual_for=("fp8", "fp8-tensor", "fp8-static", "fp8-block", "mxfp8"),
             text="used",
         ),
         Method(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from qserve.checkpoint.errors import UsageError
-from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
-from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.grid import E4M3, INTEGERS, TRELLIS
+from qserve.checkpoint.spec import MICROSCALED, QuantSpec, WeightScheme
 from qserve.quantize.job import QuantizeJob
 
 # Group sizes that kernels are written for, the largest first.
@@ -60,7 +60,7 @@ def assign(
             ignored.append(module)
             continue
         # Blocks, and weights with int8 inputs, need whole bytes only.
-        packed = wanted.grid is E2M1 or (job.activations is None and job.recipe is None)
+        packed = wanted in MICROSCALED or (job.activations is None and job.recipe is None)
         unit = word_values(wanted) if packed else 1
         if out % unit or inp % unit:
             ignored.append(module)
@@ -126,12 +126,12 @@ def assign(
 
 def word_values(scheme: WeightScheme) -> int:
     """The number of values that fill whole 32-bit words: both sizes of a weight must be multiples of it."""
+    if scheme in MICROSCALED:
+        return scheme.group_size
     if scheme.grid is E4M3:
         return 1
     if scheme.grid is TRELLIS:
         return 16  # whole tiles
-    if scheme.grid is E2M1:
-        return scheme.group_size  # no other group has such scales
     if scheme.grid is not INTEGERS:
         raise UsageError(f"no method rounds weights to {scheme}")
     return {2: 16, 3: 32, 4: 8, 5: 1, 6: 1, 8: 4}[scheme.bits]

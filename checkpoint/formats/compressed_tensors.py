@@ -9,8 +9,8 @@ W is [out, in], b the bits, s = 2 ** (b - 1); every part is stored row by row
     weight_packed      uint8 [tiles, in, 2 * b]         streams of symbols, see ``trellis``           (trellis)
     weight_shape       int64 [2]                        out, in                                      (trellis)
     weight             int8 [out, in]                   code - s                         (int-quantized)
-    weight             e4m3 [out, in]                   the numbers     (float-quantized, naive-quantized)
-    weight_scale       [out, groups], [out, 1], [1], or one per block of outputs and inputs; uint8 is e8m0 (mxfp4)
+    weight             e4m3 [out, in]                   the numbers     (float-, naive-, mxfp8-quantized)
+    weight_scale       [out, groups], [out, 1], [1], or one per block of outputs and inputs; uint8 is e8m0 (mxfp4 and 8)
     weight_scale       e4m3 [out, in / 16]              times the next one               (nvfp4-pack-quantized)
     weight_global_scale  f32 [1]                        divides the scales               (nvfp4-pack-quantized)
     input_global_scale   f32 [1]                        divides the scales of inputs in four bits
@@ -47,7 +47,7 @@ from qserve.checkpoint.formats.mxfp4 import read_e2m1, read_e8m0, write_e2m1, wr
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.packed_codes import Packed, PackedCodes
 from qserve.checkpoint.quantized_weight import QuantizedWeight, in_order
-from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP4, MXFP8, ActivationScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.trellis import LANES, RING, PackedTrellis
 from qserve.checkpoint.words import pack_words, unpack_words, words_for
 
@@ -120,7 +120,7 @@ class CompressedTensors:
         if layout == "nvfp4-pack-quantized":
             parts["weight_scale"], parts["weight_global_scale"] = _write_e4m3(scales, weight.global_scale)
         else:
-            parts["weight_scale"] = write_e8m0(scales) if scheme.grid is E2M1 else narrowest(scales)
+            parts["weight_scale"] = write_e8m0(scales) if scheme in (MXFP4, MXFP8) else narrowest(scales)
         if weight.input_scale is not None and weight.activations is not None:
             fp4 = weight.activations.grid is E2M1
             value = 1 / weight.input_scale if fp4 else weight.input_scale

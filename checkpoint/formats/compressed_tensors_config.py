@@ -21,13 +21,22 @@ from qserve.checkpoint.formats.format import (
     scheme_from,
 )
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
-from qserve.checkpoint.spec import MXFP4, NVFP4, NVFP4_INPUTS, ActivationScheme, KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    NVFP4_INPUTS,
+    ActivationScheme,
+    KVScheme,
+    QuantSpec,
+    WeightScheme,
+)
 
 _WHAT = "compressed-tensors"
 Granularity = Literal["token", "group", "tensor"]
 Layout = Literal[
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized",
-    "nvfp4-pack-quantized", "trellis"
+    "nvfp4-pack-quantized", "mxfp8-quantized", "trellis"
 ]  # fmt: skip
 """``trellis`` is qserve's own."""
 _FP4: dict[WeightScheme, Layout] = {MXFP4: "mxfp4-pack-quantized", NVFP4: "nvfp4-pack-quantized"}
@@ -44,6 +53,8 @@ def layout(scheme: WeightScheme, activations: ActivationScheme | None) -> Layout
         return _FP4[scheme]
     if scheme.grid is TRELLIS:
         return "trellis"
+    if scheme == MXFP8:
+        return "mxfp8-quantized"
     if scheme.grid is E4M3:
         return "naive-quantized" if activations is None else "float-quantized"
     return "pack-quantized" if activations is None or scheme.bits != 8 else "int-quantized"
@@ -106,7 +117,7 @@ def _group(targets: list[str], scheme: WeightScheme, activations: ActivationSche
     strategy = strategies.get((scheme.group_size, scheme.rows), "group" if scheme.rows == 1 else "block")
     weights = _args(scheme.bits, _TYPES[scheme.grid], strategy, symmetric=scheme.symmetric,
                     group_size=scheme.group_size if strategy == "group" else None)
-    if scheme == MXFP4:
+    if scheme in (MXFP4, MXFP8):
         weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
     if scheme == NVFP4:
         weights = _nvfp4_args(dynamic=False)
@@ -227,7 +238,9 @@ def _groups(config: Mapping[str, Any]) -> list[_Group]:
             raise CheckpointError(f"{_WHAT} configuration: actorder {order!r} is not supported")
         weights = _weights(entry["weights"])
         own = "trellis" if weights.grid is TRELLIS else _FP4.get(weights, "") if weights.grid is E2M1 else None
-        if own != (stored if stored in ("trellis", *_FP4.values()) else None):
+        if own != (stored if stored in ("trellis", *_FP4.values()) else None) or (
+            stored == "mxfp8-quantized" and weights != MXFP8
+        ):
             raise CheckpointError(f"{_WHAT} format {stored!r} does not hold {weights}")
         targets = names_from(_WHAT, f"targets of {name}", entry.get("targets"))
         groups.append(_Group(tuple(_target(text) for text in targets), weights,

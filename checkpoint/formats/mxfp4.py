@@ -71,7 +71,7 @@ def write_e8m0(scales: Tensor) -> Tensor:
     """The inverse of ``read_e8m0``; raises ``CheckpointError`` for a scale that is no power of two."""
     found = torch.frexp(scales).exponent.add(126).clamp(0, 254).to(torch.uint8)
     if not torch.equal(read_e8m0(found), scales):
-        raise CheckpointError("a scale is no power of two, which MXFP4 needs")
+        raise CheckpointError("a scale is no power of two, which MXFP4 and MXFP8 need")
     return found
 
 

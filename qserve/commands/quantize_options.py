@@ -18,8 +18,8 @@ Scheme = Annotated[
         "chosen together, which qserve alone reads. nvfp4a16: floats of 4 bits, 16 to a scale; nvfp4: inputs likewise, "
         "for Blackwell GPUs; mxfp4a16: 32 to a power of two. w4afp8: integers of 4 bits in groups of 128, fp8 inputs, "
         "for Hopper. w8a8: int8 weights and inputs. fp8: e4m3 per channel and per token; fp8-tensor: one scale each; "
-        "fp8-static: the same with calibrated input scales; fp8-block: blocks of 128 x 128. For llama.cpp, its own "
-        "types: " + ", ".join(RECIPES) + "."
+        "fp8-static: the same with calibrated input scales; fp8-block: blocks of 128 x 128; mxfp8: groups of 32. For "
+        "llama.cpp, its own types: " + ", ".join(RECIPES) + "."
     ),
 ]
 Bits = Annotated[

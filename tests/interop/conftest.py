@@ -26,7 +26,7 @@ from qserve.checkpoint.formats import format_named
 from qserve.checkpoint.kv import key_center, kv_scales
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.source import ModelSource, open_model
-from qserve.checkpoint.spec import KVScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP8, KVScheme, QuantSpec, WeightScheme
 from qserve.checkpoint.writer import CheckpointWriter
 from qserve.kernels.reference import decode_kv, encode_kv, round_input
 from qserve.quantize import fp4
@@ -130,6 +130,8 @@ def _random_weight(scheme: WeightScheme, out: int, inp: int, seed: int = 0, *, l
         codes[(codes & 0x7F) == 0x7F] = 0  # no NaN
         size = 0.1 / 64
     scales = (size * (0.5 + torch.rand(-(-out // height), groups, generator=g))).half().float()
+    if scheme == MXFP8:
+        scales = torch.exp2(scales.log2().round())
     zeros = torch.randint(lowest_zero, 1 << scheme.bits, (out, groups), dtype=torch.uint8, generator=g)
     order = torch.randperm(inp, generator=g)
     return QuantizedWeight(

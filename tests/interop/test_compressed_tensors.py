@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qserve.checkpoint.source import open_model
-from qserve.checkpoint.spec import MXFP4, NVFP4, NVFP4_INPUTS, ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MXFP4, MXFP8, NVFP4, NVFP4_INPUTS, ActivationScheme, QuantSpec, WeightScheme
 
 pytestmark = pytest.mark.interop
 
@@ -39,6 +39,7 @@ SPECS = {
     "naive-quantized": QuantSpec("rtn", WeightScheme(8, -1, dtype="fp8")),
     "mxfp4-pack-quantized": QuantSpec("rtn", MXFP4),
     "nvfp4-pack-quantized": QuantSpec("rtn", NVFP4),
+    "mxfp8-quantized": QuantSpec("rtn", MXFP8, ActivationScheme("fp8", "group", group_size=32)),
     "nvfp4-pack-quantized, inputs too": QuantSpec("rtn", NVFP4, NVFP4_INPUTS),
 }
 

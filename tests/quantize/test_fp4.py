@@ -161,7 +161,7 @@ def test_inputs_that_groups_do_not_divide_stay_in_floating_point() -> None:
     from qserve.quantize.schemes import Shapes, assign
 
     shapes = Shapes({"a": (64, 64), "b": (64, 40), "c": (64, 48)}, "embed", (100, 64), tied=True)
-    for name, kept in (("nvfp4a16", {"b"}), ("mxfp4a16", {"b", "c"})):
+    for name, kept in (("nvfp4a16", {"b"}), ("mxfp4a16", {"b", "c"}), ("mxfp8", {"b", "c"})):
         spec, notices = assign(QuantizeJob(scheme=name), shapes)
         assert kept == {module for module in "abc" if spec.scheme_of(module) is None}
         assert any("stay in floating point" in notice for notice in notices)
@@ -185,5 +185,8 @@ def test_who_loads_it() -> None:
     assert accepted(both, (96, 256)) == {"qserve", "vllm", "transformers"}
     (vllm,) = verdicts(both, {"model.a": (96, 256)}, ["vllm"], format=COMPRESSED_TENSORS)
     assert "Hopper" in vllm.reason
+    mxfp8 = QuantizeJob(scheme="mxfp8")
+    both = QuantSpec("rtn", mxfp8.weights, mxfp8.activations)
+    assert accepted(both, (96, 256)) == {"qserve", "vllm", "transformers"}
     smaller = QuantSpec("gptq", WeightScheme(4, 64), hopper.activations)
     assert accepted(smaller, (96, 256)) == {"qserve", "transformers"}

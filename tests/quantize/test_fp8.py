@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from qserve.calibration.stats import LayerStats
-from qserve.checkpoint.spec import ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import MXFP8, ActivationScheme, WeightScheme
 from qserve.quantize import fp8, rtn
 from qserve.quantize.layer import with_activations
 
@@ -104,6 +104,17 @@ def test_a_dynamic_scale_needs_no_statistics():
     packed = with_activations(rtn.quantize(torch.randn(16, 64), None, CHANNEL), dynamic, None).weight
     packed.check()
     assert packed.activations == dynamic and packed.input_scale is None
+
+
+def test_scales_of_mxfp8_are_the_least_powers_of_two():
+    weight = torch.randn(40, 96) * torch.logspace(-5, 5, 40)[:, None]
+    weight[3] = 0
+    packed = rtn.quantize(weight, stats_of(torch.randn(50, 96)), MXFP8).weight
+    packed.check()
+    largest = weight.view(40, 3, 32).abs().amax(2)
+    assert bool((packed.scales.frexp().mantissa == 0.5).all()) and bool((largest <= 448 * packed.scales).all())
+    others = largest > 0
+    assert bool((largest > 224 * packed.scales)[others].all())
 
 
 def test_integers_are_refused():

@@ -610,7 +610,7 @@ def test_linears_outside_the_blocks_are_named_as_kept(llama, tmp_path, options):
         dict(scheme="Q4_K_M", method="yaqa"), dict(symmetric=False, method="yaqa", effort="fast"),
         dict(scheme="trellis", bits=2), dict(scheme="nvfp4a16"), dict(scheme="mxfp4a16", method="yaqa"),
         dict(scheme="nvfp4a16", method="rtn", calibration=None), dict(scheme="nvfp4"),
-        dict(scheme="w4afp8"),
+        dict(scheme="w4afp8"), dict(scheme="mxfp8"), dict(scheme="mxfp8", method="gptq"),
     ],
     ids=str,
 )

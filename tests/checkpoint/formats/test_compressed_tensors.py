@@ -11,8 +11,17 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats import COMPRESSED_TENSORS as FORMAT
 from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import MXFP4, NVFP4, NVFP4_INPUTS, ActivationScheme, KVScheme, QuantSpec, WeightScheme
-from qserve.quantize import fp4
+from qserve.checkpoint.spec import (
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    NVFP4_INPUTS,
+    ActivationScheme,
+    KVScheme,
+    QuantSpec,
+    WeightScheme,
+)
+from qserve.quantize import fp4, fp8
 
 INT8 = ActivationScheme("int8")
 FP8 = ActivationScheme("fp8")
@@ -127,6 +136,21 @@ def test_four_bit_floats_are_read() -> None:
         FORMAT.unpack({**parts, "weight_scale": torch.full_like(scales, torch.nan)}, scheme)
     with pytest.raises(UsageError, match="fp4 g64 weights are not written as compressed-tensors"):
         FORMAT.config_of(QuantSpec("rtn", WeightScheme(4, 64, dtype="fp4")))
+
+
+def test_mxfp8_is_written_as_it_is_read(assert_same) -> None:
+    inputs = ActivationScheme("fp8", "group", group_size=32)
+    weight = replace(fp8.nearest(torch.randn(7, 96), torch.ones(96), MXFP8), activations=inputs)
+    parts, config = FORMAT.pack(weight), FORMAT.config_of(QuantSpec("rtn", MXFP8, inputs))
+    assert config["format"] == "mxfp8-quantized" and parts["weight_scale"].dtype == torch.uint8
+    spec = FORMAT.spec_of(config, MODULES)
+    assert (spec.weights, spec.activations) == (MXFP8, inputs)
+    assert_same(FORMAT.unpack(parts, MXFP8, inputs), weight)
+    with pytest.raises(CheckpointError, match="no power of two"):
+        FORMAT.pack(replace(weight, scales=weight.scales * 1.5))
+    config["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    with pytest.raises(CheckpointError, match="format 'mxfp8-quantized' does not hold fp8 g64"):
+        FORMAT.spec_of(config, MODULES)
 
 
 def test_inputs_in_four_bits_are_those_of_nvfp4(assert_same) -> None:
