@@ -3,7 +3,7 @@
 ENVIRONMENTS come from ``python tests/environments.py peers DIR``; the dense model is made in MODELS where it is not
 there. NAME is gptqmodel, auto-round or llm-compressor. Weights of every linear but the tied head, symmetric, in groups
 of 64 (of llm-compressor as ``--scheme`` says), calibrated on the very windows that ``qserve quantize demo --calibration
-TEXT`` draws: 128 of 512 tokens. Says how long it took, and writes a checkpoint to OUT, which ``qserve eval OUT
+TEXT`` draws: 128 of 512 tokens, or the first ``--samples`` of them. Says how long it took, and writes a checkpoint to OUT, which ``qserve eval OUT
 --against demo`` measures. ``--recipe`` is what its authors recommend where time does not matter. With ``--beside`` it
 also says how long ``qserve quantize`` takes with these options in the same minutes, before it and after it.
 """
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("name", choices=SCRIPTS)
     parser.add_argument("out", type=Path)
     parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--scheme", default="NVFP4", help="of llm-compressor: NVFP4, NVFP4A16 or MXFP4A16")
     recipes = "; ".join(f"{name}: {', '.join(known[1:])}" for name, known in RECIPES.items())
     parser.add_argument("--recipe", default="default", help=recipes)
@@ -63,7 +64,7 @@ def main() -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": THREADS, "GPTQMODEL_CPU_WORKERS": THREADS}
     with tempfile.TemporaryDirectory() as work:
         windows = Path(work) / "windows.safetensors"
-        save_file({"windows": calibration_windows(token_ids, SAMPLES, LENGTH, SEED)}, str(windows))
+        save_file({"windows": calibration_windows(token_ids, SAMPLES, LENGTH, SEED)[: arguments.samples]}, str(windows))
         python = arguments.environments.absolute() / arguments.name / "bin" / "python"
         model, out = make_dense(arguments.models).absolute(), arguments.out.absolute()
         kind = arguments.scheme if arguments.name == "llm-compressor" else str(arguments.bits)
