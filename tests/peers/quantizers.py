@@ -3,9 +3,10 @@
 ENVIRONMENTS come from ``python tests/environments.py peers DIR``; the dense model is made in MODELS where it is not
 there. NAME is gptqmodel, auto-round or llm-compressor. Weights of every linear but the tied head, symmetric, in groups
 of 64 (of llm-compressor as ``--scheme`` says), calibrated on the very windows that ``qserve quantize demo --calibration
-TEXT`` draws: 128 of 512 tokens, or the first ``--samples`` of them. Says how long it took, and writes a checkpoint to OUT, which ``qserve eval OUT
---against demo`` measures. ``--recipe`` is what its authors recommend where time does not matter. With ``--beside`` it
-also says how long ``qserve quantize`` takes with these options in the same minutes, before it and after it.
+TEXT`` draws: 128 of 512 tokens, or the first ``--samples`` of them. Says how long it took, and writes a checkpoint to
+OUT, which ``qserve eval OUT --against demo`` measures. ``--recipe`` is what its authors recommend where time does not
+matter. With ``--beside`` it also says how long ``qserve quantize`` takes with these options in the same minutes, before
+it and after it.
 """
 
 from __future__ import annotations
