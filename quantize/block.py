@@ -16,7 +16,7 @@ from qserve.calibration.visit import Gather, Inputs, Replacement, Visit
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.grid import E2M1, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.spec import MICROSCALED, QuantSpec, WeightScheme
 from qserve.quantize import rtn, signround
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.kv import recorded
@@ -186,8 +186,9 @@ class BlockQuantizer:
             return None
         producer = f"{self._visit.name}.{fold.producer}"
         if producer in self._result.packed:
-            if self._result.packed[producer].scheme.rows != 1:
-                return None  # a scale that outputs share cannot be divided for one of them
+            rounded = self._result.packed[producer].scheme
+            if rounded.rows != 1 or rounded in MICROSCALED:
+                return None  # a scale that outputs share cannot be divided for one of them, nor a scale of few bits
             row_scale = torch.ones(self._visit.linears[producer].out_features)
             row_scale[fold.channels] = scale
             self._divide_rows(producer, row_scale)

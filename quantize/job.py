@@ -8,7 +8,16 @@ from typing import Literal
 from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
-from qserve.checkpoint.spec import MXFP4, MXFP8, NVFP4, NVFP4_INPUTS, ActivationScheme, KVScheme, WeightScheme
+from qserve.checkpoint.spec import (
+    MICROSCALED,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    NVFP4_INPUTS,
+    ActivationScheme,
+    KVScheme,
+    WeightScheme,
+)
 from qserve.quantize.gguf_recipes import RECIPES, Recipe
 from qserve.quantize.methods import METHODS, Method, usual_method
 
@@ -128,9 +137,10 @@ class QuantizeJob:
                     raise UsageError(f"{what} needs calibration text; give --calibration builtin or a file")
         if method.inputs != "any" and method.inputs != ("float" if self.activations is None else "rounded"):
             raise UsageError(method.instead)
-        own_numbers = self.scheme in ("trellis", "nvfp4", "nvfp4a16", "mxfp4a16")
-        if own_numbers and (method.search_scale is not None or not method.symmetric):
-            raise UsageError(f"--scheme {self.scheme} is for --method gptq, yaqa or rtn, not {method.name}")
+        if self.scheme == "trellis" and method.name not in ("gptq", "yaqa", "rtn"):
+            raise UsageError(f"--scheme trellis is for --method gptq, yaqa or rtn, not {method.name}")
+        if self.weights in MICROSCALED and not method.symmetric:
+            raise UsageError(f"{method.name} finds zero points, which --scheme {self.scheme} has none of")
         if self.symmetric and not method.symmetric:
             raise UsageError(f"{method.name} finds zero points: use --asym with it")
         if self.effort == "best" and self.scheme not in ("weights", "trellis"):

@@ -45,7 +45,7 @@ Method = Annotated[
     typer.Option(
         help="How codes are chosen. "
         + " ".join(f"{method.name}: {method.help}." for method in METHODS.values())
-        + " auto: gptq, smoothquant for w8a8, rtn for fp8."
+        + " auto: gptq, smoothquant for w8a8, smoothquant+gptq for nvfp4, rtn for fp8."
     ),
 ]
 Effort = Annotated[

@@ -27,10 +27,11 @@ def test_every_scheme_has_one_usual_method():
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_a_method_is_refused_for_what_it_is_not_for(method: Method):
     for scheme in SCHEMES:
-        own_numbers = ("trellis", "nvfp4", "nvfp4a16", "mxfp4a16")
-        inputs = "float" if scheme in ("weights", *own_numbers) and scheme != "nvfp4" else "rounded"
+        inputs = "float" if scheme in ("weights", "trellis", "nvfp4a16", "mxfp4a16") else "rounded"
+        only_gptq = scheme in (*RECIPES, "trellis") and method.name not in ("gptq", "rtn", "yaqa")
+        zeros = scheme in ("nvfp4", "nvfp4a16", "mxfp4a16", "mxfp8") and not method.symmetric
         wanted = dict(scheme=scheme, method=method.name, symmetric=method.symmetric)
-        if scheme in (*RECIPES, *own_numbers) and method.name not in ("gptq", "rtn", "yaqa"):
+        if only_gptq or zeros:
             with pytest.raises(UsageError, match="--scheme"):
                 QuantizeJob(**wanted)
         elif method.inputs in ("any", inputs) or scheme in RECIPES:
