@@ -11,6 +11,8 @@ import typer
 
 from qserve.cli import app
 from qserve.commands.values import API_KEY_VARIABLES
+from qserve.quantize.job import SCHEMES
+from qserve.quantize.methods import METHODS
 from qserve.runtime import vllm_arguments
 from qserve.runtime.llm import LLM
 from qserve.runtime.llm_outputs import Completion, PromptCompletions, RequestMetrics
@@ -30,16 +32,20 @@ def tables(text: str) -> list[tuple[str, list[str]]]:
 
 
 def test_every_option_and_field_of_the_second_columns_is_there() -> None:
-    run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
-    options = {option for each in run.params for option in (*each.opts, *each.secondary_opts)}
+    options, quantizing = (
+        {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+        for command in map(typer.main.get_command(app).commands.__getitem__, ("run", "quantize"))  # type: ignore[attr-defined]
+    )
+    values = {*SCHEMES, *METHODS, "compressed-tensors", "8", "128"}
     fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     offline = {*vllm_arguments.FIELDS, *vllm_arguments.NO_CHOICE, *inspect.signature(LLM).parameters, *vars(LLM)}
     known = {"`qserve run`": {*options, *API_KEY_VARIABLES}, "field of qserve": fields, "`qserve.LLM`": offline}
+    known["`qserve quantize`"] = quantizing | values
     seen = tables(PAGE.read_text(encoding="utf-8"))
     pair = ["`qserve run`", "field of qserve"]
-    assert [heading for heading, _ in seen] == [*pair, "`qserve.LLM`", *pair, *pair]
+    assert [heading for heading, _ in seen] == [*pair, "`qserve.LLM`", *["`qserve quantize`"] * 2, *pair, *pair]
     for heading, cells in seen:
-        named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+        named = {name for cell in cells for code in re.findall(r"`([^`]+)`", cell) for name in code.split()}
         assert len(named) > 5 and named <= known[heading], named - known[heading]
 
 
