@@ -29,6 +29,7 @@ from tests.kernels.triton.test_linear import (
     STATIC_FP8,
     TOKEN8,
     TOKEN_FP8,
+    e4m3_inputs,
     error,
     packed,
     packed_fp8,
@@ -48,7 +49,7 @@ LOW = replace(SMALL, block_m=64, warps=4)
 def eight_bit(weight: QuantizedWeight, rows: int, **more: object) -> EightBit:
     """The product of more rows than are used, into columns in the middle."""
     out, inp = weight.codes.shape
-    x = torch.randn(rows + 3, inp, dtype=torch.float16, device=DEVICE)
+    x = e4m3_inputs(rows + 3, inp, torch.float16)
     wide = torch.randn(rows + 3, out + 32, device=DEVICE)
     bias = torch.randn(out, device=DEVICE)
     product = linear.prepare(ops.Linear(x, weight, wide[:, 16:-16], bias, accumulate=True), Workspace(DEVICE), **more)  # type: ignore[arg-type]
