@@ -19,7 +19,7 @@ from qserve.checkpoint.grid import E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops
-from qserve.kernels.triton import persistent
+from qserve.kernels.triton import persistent, scaled_mm
 from qserve.kernels.triton.finish import finish
 from qserve.kernels.triton.grouped import NOT_GROUPED, Grouping, grouped_rows
 from qserve.kernels.triton.inputs import WIDEST_ROW, Rounded, gather_columns, round_groups, round_rows
@@ -183,6 +183,8 @@ class EightBit:
         self.gpu = gpu
         self.persistent = persistent.supports(weight, self.block_k, gpu) is None
         self.persistent &= "persistent" not in left_out(gpu)
+        self.scaled_mm = scaled_mm.supports(op, self.dtype, self.group + self.x_group, gpu) is None
+        self.scaled_mm &= "scaled_mm" not in left_out(gpu)
         self.x_groups = -(-width // self.x_group) if self.x_group else 1
         rows = len(op.x)
         codes = memory.take("codes", rows * width, self.dtype)[: rows * width].view(rows, width)
@@ -200,12 +202,19 @@ class EightBit:
         """Use ``configs`` for these buckets of rows in place of the earlier choice."""
         self.configs |= configs
         self.partial, self.arrived = self.memory.splits(self.configs, len(self.op.x), self.padded_n)
+        # Taken now, so that it counts as memory in use.
+        self.sums: Tensor | None = None
+        if self.op.accumulate and any(config.kernel == "scaled_mm" for config in self.configs.values()):
+            rows = len(self.op.x)
+            self.sums = self.memory.take("partial", rows * self.n, torch.float32)[: rows * self.n].view(rows, self.n)
 
     def config_for(self, rows: int, gpu: Target, batch_invariant: bool) -> Config:
         """If ``batch_invariant``: the same instruction, order and parts of K for every number of rows."""
         grouped = self.group + self.x_group > 0
 
         def usual(rows: int) -> Config:
+            if self.scaled_mm and scaled_mm.is_default(self.op, rows, gpu) and not batch_invariant:
+                return scaled_mm.CONFIG
             if self.persistent and rows >= persistent.FEWEST_ROWS and not batch_invariant:
                 return persistent.default(rows, self.padded_n, grouped)
             return default(rows, grouped, gpu)
@@ -220,7 +229,8 @@ class EightBit:
 
     def for_many(self) -> list[Config]:
         """Other configurations that may compute many rows here."""
-        return persistent.configs(self.padded_n, self.group + self.x_group > 0) if self.persistent else []
+        found = persistent.configs(self.padded_n, self.group + self.x_group > 0) if self.persistent else []
+        return [*found, scaled_mm.CONFIG] if self.scaled_mm else found
 
     def fits(self, config: Config) -> bool:
         """Whether this product can use ``config``."""
@@ -263,6 +273,12 @@ class EightBit:
             persistent.multiply(
                 codes[:rows], scales[:rows], self.weight, self.scales, self.bias, self.op.out[:rows], config,
                 n=self.n, group=self.group, x_group=self.x_group, accumulate=self.op.accumulate, gpu=self.gpu,
+            )  # fmt: skip
+            return
+        if config.kernel == "scaled_mm":
+            scaled_mm.multiply(
+                codes[:rows], scales[:rows], self.weight[: self.n], self.scales[:, : self.n], self.bias,
+                self.op.out[:rows], None if self.sums is None else self.sums[:rows],
             )  # fmt: skip
             return
         step = SPLIT_ROWS if config.splits > 1 else rows

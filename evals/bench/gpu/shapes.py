@@ -7,3 +7,8 @@ SHAPES = {
     "70B gate_up": (57344, 8192), "70B down": (8192, 28672), "70B qkv": (10240, 8192), "70B o": (8192, 8192),
 }  # fmt: skip
 """(outputs, inputs) of the fused linear products."""
+
+
+def adds(name: str) -> bool:
+    """Whether a model adds this product to its residual stream, in float32."""
+    return name.endswith((" o", " down"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from qserve.evals.bench.gpu import linears
-from qserve.evals.bench.gpu.shapes import SHAPES
+from qserve.evals.bench.gpu.shapes import SHAPES, adds
 from qserve.evals.report import Metric, Report, Section, environment
 from qserve.kernels import ops
 from qserve.kernels.triton import linear
@@ -69,7 +69,7 @@ def run(
         if reason is not None:
             late.append(f"{scheme}, {shape}: {reason}")
             continue
-        products = _products(tuner, scheme, shapes[shape], most_rows, dtype)
+        products = _products(tuner, scheme, shapes[shape], most_rows, dtype, adds(shape))
         key = products[0].key
         for bucket in BUCKETS:
             if bucket in held.entries.get(key, {}) or bucket > bucket_of(most_rows):
@@ -100,11 +100,14 @@ def linear_reason(scheme: str, gpu: Target) -> str | None:
     return None if needed is None or needed in gpu.features else f"needs {NEEDED[needed]}"
 
 
-def _products(tuner: Tuner, scheme: str, shape: tuple[int, int], rows: int, dtype: torch.dtype) -> list[Tunable]:
-    """As many products of the weight as it takes to exceed every cache."""
+def _products(
+    tuner: Tuner, scheme: str, shape: tuple[int, int], rows: int, dtype: torch.dtype, accumulate: bool = False
+) -> list[Tunable]:
+    """As many products of the weight as it takes to exceed every cache. ``accumulate``: into float32."""
     device = tuner.watch.device
     problem = linears.problem(scheme, shape, rows, device, dtype)
-    op = ops.Linear(problem.x, problem.weight, torch.empty(rows, shape[0], dtype=dtype, device=device))
+    out = torch.zeros(rows, shape[0], dtype=torch.float32 if accumulate else dtype, device=device)
+    op = ops.Linear(problem.x, problem.weight, out, accumulate=accumulate)
     memory = Workspace(device)
 
     def prepared() -> Tunable:

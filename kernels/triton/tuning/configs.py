@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 BUCKETS = (16, 32, 64, 128, 256, 512, 1 << 30)
 """The largest number of rows that each configuration serves."""
-FOR_MANY = ("persistent", "dequantize")
+FOR_MANY = ("persistent", "scaled_mm", "dequantize")
 """Kernels for more rows than a decode has, beside "tiles", which computes any number of them: a persistent product of
-8-bit operands, and dequantizing a weight before cuBLAS multiplies by it."""
+8-bit operands, that of cuBLAS, and dequantizing a weight before cuBLAS multiplies by it."""
 TILE_SIDES = (16, 256)
 """The least that a matrix unit takes, and the most that registers hold."""
 MAX_SPLITS = 16

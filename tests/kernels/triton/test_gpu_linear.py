@@ -13,8 +13,9 @@ import torch
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, reference
-from qserve.kernels.triton import linear
+from qserve.kernels.triton import linear, scaled_mm
 from qserve.kernels.triton.target import is_interpreted, target
+from qserve.kernels.triton.tuning.configs import bucket_of
 from qserve.kernels.triton.workspace import Workspace
 from tests.kernels.quantized_weights import make_weight
 
@@ -86,6 +87,27 @@ def test_every_scheme(scheme: WeightScheme, activations: ActivationScheme | None
         tolerance = max(TOLERANCE[dtype], FP8_TOLERANCE if fp8 else 0.0)
         assert float((got - expected).norm() / expected.norm()) < tolerance, rows
         assert torch.equal(wide[:, :16], before[:, :16]) and torch.equal(wide[:, -16:], before[:, -16:])
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("scheme", "activations"), SCHEMES[-4:-2], ids=str)
+def test_scaled_mm(scheme: WeightScheme, activations: ActivationScheme, adds: bool, rows: int) -> None:
+    """Stored in bfloat16, or added to float32."""
+    torch.manual_seed(4)
+    dtype = torch.float32 if adds else torch.bfloat16
+    x = torch.randn(rows, 1100, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.randn(rows, 400, device=DEVICE) if adds else torch.zeros(rows, 400, device=DEVICE, dtype=dtype)
+    bias = torch.randn(400, device=DEVICE, dtype=dtype)
+    op = ops.Linear(x, weight_of(scheme, activations, 400, 1100), out, bias, accumulate=adds)
+    expected = expected_of(op, rows)
+    product = linear.prepare(op, Workspace(DEVICE))
+    if scaled_mm.CONFIG not in product.for_many():  # type: ignore[attr-defined]
+        pytest.skip("this GPU has none")
+    product.configure({bucket_of(rows): scaled_mm.CONFIG})  # type: ignore[attr-defined]
+    product.run(rows)
+    error = float((op.out.double() - expected).norm() / expected.norm())
+    assert error < (FP8_TOLERANCE if adds else TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

@@ -1,4 +1,4 @@
-"""The kernels for many rows against the reference, at odd sizes: the persistent product, and dequantizing first.
+"""The kernels for many rows against the reference, at odd sizes: the persistent one, cuBLAS, and dequantizing first.
 
 In float16 and float32 only, as ``test_linear`` says.
 """
@@ -15,11 +15,11 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme
 from qserve.kernels import ops
-from qserve.kernels.triton import dequantize, linear, persistent, target
+from qserve.kernels.triton import dequantize, linear, persistent, scaled_mm, target
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.prepack import planes
 from qserve.kernels.triton.tuning import tuned
-from qserve.kernels.triton.tuning.configs import Config, bucket_of
+from qserve.kernels.triton.tuning.configs import BUCKETS, FOR_MANY, Config, bucket_of
 from qserve.kernels.triton.weight_only import WeightOnly
 from qserve.kernels.triton.workspace import Workspace
 from tests.kernels.triton.test_linear import (
@@ -130,6 +130,73 @@ def test_what_the_persistent_product_refuses() -> None:
         assert (found is None) == (reason is None) and (reason is None or reason in str(found)), (weight.scheme, found)
 
 
+def plain(weight: QuantizedWeight, rows: int, dtype: torch.dtype = torch.bfloat16, **more: object) -> EightBit:
+    """The product of at most ``rows`` rows, which it stores in ``dtype``; a bias."""
+    out, inp = weight.codes.shape
+    x = e4m3_inputs(rows, inp, torch.float16)
+    y, bias = torch.zeros(rows, out, dtype=dtype, device=DEVICE), torch.randn(out, device=DEVICE)
+    product = linear.prepare(ops.Linear(x, weight, y, bias), Workspace(DEVICE), **more)  # type: ignore[arg-type]
+    assert isinstance(product, EightBit)
+    product.op = replace(product.op, weight=weight)
+    return product
+
+
+@has_descriptors
+@pytest.mark.parametrize(
+    ("rows", "out", "inp", "height", "activations"),
+    [(130, 144, 300, 1, TOKEN_FP8), (1, 16, 128, 1, TOKEN_FP8), (7, 400, 256, -1, STATIC_FP8)],
+)
+def test_scaled_mm(rows: int, out: int, inp: int, height: int, activations: ActivationScheme) -> None:
+    """Stored in bfloat16, or added to columns of a wider float32."""
+    torch.manual_seed(5)
+    weight = rounded(packed_fp8(out, inp, -1, height), activations)
+    adds = eight_bit(weight, rows)
+    base = adds.op.out._base
+    assert base is not None
+    before = base.clone()
+    for product, tolerance in ((plain(weight, rows + 2), 3e-3), (adds, FP8_TOLERANCE)):
+        assert scaled_mm.CONFIG in product.for_many() and product.fits(scaled_mm.CONFIG)
+        product.configure({bucket_of(rows): scaled_mm.CONFIG})
+        expected = want(product.op, rows)
+        product.run(rows)
+        assert error(product.op.out[:rows].float().cpu(), expected) < tolerance
+        assert product.op.accumulate or not product.op.out[rows:].any()
+    assert torch.equal(base[:, :16], before[:, :16]) and torch.equal(base[:, -16:], before[:, -16:])
+    assert torch.equal(base[rows:], before[rows:])
+
+
+@has_descriptors
+def test_who_has_scaled_mm() -> None:
+    weight = rounded(packed_fp8(128, 128, -1, 1), TOKEN_FP8)
+    many = bucket_of(scaled_mm.FEWEST_ROWS)
+    usual = plain(weight, 2000)
+    if "wgmma" in target.target(DEVICE).features:
+        assert {bucket for bucket, config in usual.configs.items() if config == scaled_mm.CONFIG} == {
+            bucket for bucket in BUCKETS if bucket >= many
+        }
+    few = scaled_mm.FEWEST_ROWS - 1
+    for other in (plain(weight, few), plain(weight, 2000, torch.float16), eight_bit(weight, 2000)):
+        assert scaled_mm.CONFIG not in other.configs.values()
+
+
+def test_what_scaled_mm_refuses() -> None:
+    weight = rounded(packed_fp8(32, 128, -1, 1), TOKEN_FP8)
+    bf16 = torch.empty(3, 32, dtype=torch.bfloat16)
+    op = ops.Linear(torch.empty(3, 128), weight, bf16)
+    adds = replace(op, out=torch.empty(3, 48)[:, 16:], accumulate=True)
+    e4m3, int8 = torch.float8_e4m3fn, torch.int8
+    for case, dtype, groups, architecture, reason in (
+        (op, e4m3, 0, "sm_90", None), (op, e4m3, 0, "sm_100", None), (adds, e4m3, 0, "sm_90", None),
+        (op, e4m3, 0, "sm_89", "sm_89"), (op, e4m3, 0, "gfx950", "gfx950"), (op, int8, 0, "sm_90", "e4m3"),
+        (op, e4m3, 128, "sm_90", "scales by output"), (replace(op, out=bf16[:, :24]), e4m3, 0, "sm_90", "24 outputs"),
+        (replace(op, out=bf16[:, :16]), e4m3, 0, "sm_90", "whole rows"),
+        (replace(op, out=bf16.half()), e4m3, 0, "sm_90", "bfloat16"),
+        (replace(op, accumulate=True), e4m3, 0, "sm_90", "add to"),
+    ):  # fmt: skip
+        found = scaled_mm.supports(case, dtype, groups, target.described(architecture))
+        assert (found is None) == (reason is None) and (reason is None or reason in str(found)), found
+
+
 KINDS = [
     (130, 512, 4, 128, True, False, True),
     (70, 192, 4, 64, False, False, True),
@@ -198,19 +265,20 @@ def test_who_dequantizes_first() -> None:
 
 
 def test_no_kernel_for_many_rows_where_the_batch_must_not_matter() -> None:
-    product = eight_bit(rounded(packed_fp8(128, 128, -1, 1), TOKEN_FP8), 2000, batch_invariant=True)
-    assert {config.kernel for config in product.configs.values()} == {"tiles"}
+    weight = rounded(packed_fp8(128, 128, -1, 1), TOKEN_FP8)
+    for product in (eight_bit(weight, 2000, batch_invariant=True), plain(weight, 2000, batch_invariant=True)):
+        assert {config.kernel for config in product.configs.values()} == {"tiles"}
 
 
 def test_the_data_of_a_gpu_may_leave_kernels_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = target.target(DEVICE)
-    held = replace(tuned.begin(gpu, "by hand"), left_out=["persistent", "dequantize"])
+    held = replace(tuned.begin(gpu, "by hand"), left_out=list(FOR_MANY))
     held.write(tuned.file_of(gpu, tmp_path))
     monkeypatch.setattr(tuned, "DATA", tmp_path)
     tuned.in_use.cache_clear()
     try:
         assert chosen(4096) == "tiles"
-        product = eight_bit(rounded(packed_fp8(128, 128, -1, 1), TOKEN_FP8), 2000)
+        product = plain(rounded(packed_fp8(128, 128, -1, 1), TOKEN_FP8), 2000)
         assert {config.kernel for config in product.configs.values()} == {"tiles"} and product.for_many() == []
     finally:
         tuned.in_use.cache_clear()
