@@ -6,10 +6,11 @@ have the default of their kernel. If a file cannot be used, all have it: that is
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -89,14 +90,44 @@ def resume(path: Path, target: Target, command: str) -> TunedFile:
     return replace(new, entries=held.entries if held.kernels == new.kernels else {}, left_out=held.left_out)
 
 
+_PACKAGE = "qserve.kernels.triton"
+PRODUCTS = ("weight_only", "eight_bit")
+"""The modules of the products that have configurations."""
+
+
 @lru_cache
 def kernels_hash() -> str:
-    """The hash of every kernel's source: after a change, an older measurement need not be the best any more."""
-    found = sha256()
-    for path in sorted(Path(__file__).parents[1].glob("*.py")):
-        if b"\n@triton.jit" in (content := path.read_bytes()):
-            found.update(content)
-    return found.hexdigest()[:12]
+    """The hash of the source of ``kernels``: after a change, an older measurement need not be the best any more."""
+    return sha256("".join(kernels().values()).encode()).hexdigest()[:12]
+
+
+def kernels() -> dict[str, str]:
+    """The source of every function of Triton's that ``PRODUCTS`` and what they import define, by module and name.
+
+    Read from the files: the modules of the products import this one, and an interpreted kernel has the same source."""
+    found: dict[str, str] = {}
+    waiting, seen = list(PRODUCTS), set(PRODUCTS)
+    while waiting:
+        module = waiting.pop()
+        source = (Path(__file__).parents[1] / f"{module}.py").read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                lines = source.splitlines(keepends=True)[node.decorator_list[0].lineno - 1 : node.end_lineno]
+                if lines[0].startswith("@triton.jit"):
+                    found[f"{module}.{node.name}"] = "".join(lines)
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                new = {name for name in _modules(node) if name not in seen}
+                seen |= new
+                waiting += new
+    return dict(sorted(found.items()))
+
+
+def _modules(node: ast.ImportFrom) -> Iterator[str]:
+    """The modules beside the kernels that a line imports; not those of folders."""
+    if node.module == _PACKAGE:
+        yield from (alias.name for alias in node.names)
+    elif node.module is not None and node.module.rpartition(".")[0] == _PACKAGE:
+        yield node.module.rpartition(".")[2]
 
 
 def file_of(target: Target, folder: Path) -> Path:

@@ -5,14 +5,16 @@ Times are made up instead of measured; products are computed by Triton's interpr
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import ops, registry
-from qserve.kernels.triton import linear
+from qserve.kernels.triton import linear, weight_only
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.target import DEFAULT, is_interpreted
 from qserve.kernels.triton.tuning import autotune, tune, tuned
@@ -257,6 +259,19 @@ def test_the_cache_is_of_this_gpu_triton_and_source(tmp_path: Path, monkeypatch:
     assert path.parent == tmp_path / "qserve" / "tuned" and path.name.startswith("nvidia-h200-triton-3.")
     monkeypatch.setattr(autotune, "kernels_hash", lambda: "another")
     assert autotune.cache_file(DEFAULT) != path and "another" in autotune.cache_file(DEFAULT).name
+
+
+def test_the_hash_is_of_the_kernels_of_products() -> None:
+    """Those that a module of the products, or one of theirs, defines or imports: all, and no others."""
+    assert [each.__module__.rpartition(".")[2] for each in get_args(tune.Tunable)] == list(tuned.PRODUCTS)
+    found, seen = tuned.kernels(), {}
+    for name in {name.partition(".")[0] for name in found}:
+        for each in vars(import_module(f"qserve.kernels.triton.{name}")).values():
+            if isinstance(each, type(weight_only.weight_only_kernel)):
+                seen[f"{each.fn.__module__.rpartition('.')[2]}.{each.fn.__name__}"] = inspect.getsource(each.fn)
+    assert seen == found
+    assert found.keys() >= {"weight_only.weight_only_kernel", "persistent.persistent_kernel", "finish.finish"}
+    assert not any(name.startswith("attention.") for name in found)
 
 
 def test_an_executor_knows_the_products_of_its_programs(tiny_packed: Path) -> None:
