@@ -422,7 +422,7 @@ def merge_constants(op: Attention, known: dict[str, Any]) -> dict[str, Any]:
     return folded | {"ROWS": rows, "STAGES": 1 + min(3, (64 << 10) // (rows * folded["BLOCK_DIM"] * 4))}
 
 
-def _scale(op: Attention) -> float:
+def softmax_scale(op: Attention) -> float:
     """What the products are multiplied by before ``exp2``, or before a cap."""
     return op.scale / op.softcap if op.softcap > 0 else op.scale * LOG2E
 
@@ -431,7 +431,7 @@ def attend_tiles(op: Attention, shape: Shape, tiles: Tensor, positions: Tensor, 
     """The queries of ``tiles`` int32 [n, 3], see ``tile_kernel``; each at most ``shape.rows`` rows of a key head."""
     at(tile_kernel, (op.kv_heads, len(tiles)))(
         op.qkv, op.out, op.k_cache, op.v_cache, op.k_scale, op.v_scale, op.sinks, tiles, positions, staged,
-        _scale(op), **constants(op, shape), FOLDS=shape.folds, num_warps=shape.warps, num_stages=shape.stages,
+        softmax_scale(op), **constants(op, shape), FOLDS=shape.folds, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
 
@@ -448,7 +448,7 @@ def attend_decodes(
     values = op.v_cache.view(torch.int16) if shape.pairs else op.v_cache
     at(decode_kernel, (programs,))(
         op.qkv, op.out, partial, softmax, op.k_cache, values, op.k_scale, op.v_scale, op.sinks, units, count, positions,
-        staged, _scale(op), **known, num_warps=shape.warps, num_stages=shape.stages,
+        staged, softmax_scale(op), **known, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     folded = merge_constants(op, known)
     at(merge_kernel, (len(decodes), op.kv_heads))(

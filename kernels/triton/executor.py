@@ -57,7 +57,6 @@ from qserve.kernels.triton.attention import (
     Shape,
     attend_decodes,
     attend_tiles,
-    decode_shape,
     resident,
     tile_shape,
 )
@@ -80,7 +79,8 @@ from qserve.kernels.triton.pointwise import activation, sigmoid_mul, soft_cap
 from qserve.kernels.triton.rope_kv import rope_kv
 from qserve.kernels.triton.route import route
 from qserve.kernels.triton.runs import runs_of
-from qserve.kernels.triton.schedule import divide, is_decode
+from qserve.kernels.triton.schedule import Work, divide, is_decode, share_out
+from qserve.kernels.triton.split_decode import Sharing, attend_splits, sharing
 from qserve.kernels.triton.staging import Batch, Staging
 from qserve.kernels.triton.support import unsupported
 from qserve.kernels.triton.target import Target, target
@@ -97,18 +97,19 @@ _Paged = Attention | LatentAttention  # a program has layers of one of them
 
 
 PARTIAL_BYTES = 256 << 20
-"""The most bytes that decodes leave between their two kernels. For an 8B model it is enough for four million keys; a
-step that reads more, from prefixes that its sequences share, is computed in parts."""
+"""The most bytes that units of decodes leave between their two kernels. For an 8B model it is enough for four million
+keys; a step that reads more, from prefixes that its sequences share, is computed in parts."""
 
 
 class _Partials:
-    """Partial results that decodes leave between their two kernels; all layers use the same memory in turn.
+    """Partial results of units or splits of decodes; all layers use the same memory in turn. ``arrived`` counts those
+    of splits.
 
     It has its full size from the first decode on, so that the memory left for the cache is counted correctly.
     """
 
     def __init__(self) -> None:
-        self.values = self.softmax = torch.empty(0)
+        self.values = self.softmax = self.arrived = torch.empty(0)
 
     @staticmethod
     def most(op: _Paged, decodes: int, positions: int) -> int:
@@ -125,6 +126,8 @@ class _Partials:
             memory.take(name, math.prod(shape), torch.float32)[: math.prod(shape)].view(shape)
             for name, shape in zip(("attention values", "attention softmax"), shapes)
         )
+        if isinstance(op, Attention):
+            self.arrived = memory.take("attention arrived", units * op.kv_heads, torch.int32)
         return True
 
 
@@ -145,6 +148,7 @@ class _TritonProgram:
         self._launches: list[Launch] = []
         self._last: Op | None = None
         self._attention: _Paged | None = None
+        self._windows: set[int] = set()
         self._keeps_states = False
         self._positions = 1 << 31  # of a sequence, at most; a rotation may have fewer
         self._pool: Any = None  # the memory pool that its graphs share
@@ -174,11 +178,10 @@ class _TritonProgram:
             self._step = on_device(step, self._executor.placement.device)
         captured = self._executor.has_graphs and max(tokens, logits) <= GRAPH_ROWS[-1]
         captured = captured and not self._has_fallbacks and not only_compiles()
-        work, most = None, 0
+        work = None
         if self._attention is not None:
-            most = self._partials.most(self._attention, self._max_rows, self._positions)
-            work = divide(step, self._executor.queries(self._attention), most, _chunk(self._attention))
-            captured = captured and is_decode(step) and len(work.parts) == 1
+            work = self._divide(step, self._attention)
+            captured = captured and is_decode(step) and len(work.parts) <= 1
         runs = None
         if self._keeps_states:
             runs = runs_of(step, chunked=not self._executor.batch_invariant)
@@ -187,9 +190,7 @@ class _TritonProgram:
             tokens, logits = (self._padded(rows) for rows in (tokens, logits))
         batch, moved = self._staging.load(step, work, tokens, logits, runs)
         if self._attention is not None:
-            if batch.parts:
-                most = max(most, *(units for _, units in batch.parts))
-                moved |= self._partials.reserve(most, self._attention, self._executor.memory)
+            moved |= self._partials.reserve(self._slots(batch), self._attention, self._executor.memory)
             attention = self._attention
             cache = attention.cache if isinstance(attention, LatentAttention) else attention.k_cache
             place = cache.data_ptr()
@@ -206,6 +207,29 @@ class _TritonProgram:
         else:
             self._launch(batch)  # also compiles kernels, which a capture must not do
             self._graphs[tokens, logits] = self._capture(batch)
+
+    def _divide(self, step: Step, op: _Paged) -> Work:
+        queries = self._executor.queries(op)
+        if (shared := self._sharing(op)) is not None:
+            return share_out(step, queries, shared, self._windows)
+        return divide(step, queries, self._partials.most(op, self._max_rows, self._positions), _chunk(op))
+
+    def _sharing(self, op: _Paged) -> Sharing | None:
+        """How the keys of decodes are shared out, to no more programs than there can be tiles of keys; None where they
+        are divided into units."""
+        if isinstance(op, LatentAttention) or self._executor.batch_invariant:
+            return None
+        shared = self._executor.sharing(op)
+        tiles = self._max_rows * -(-self._positions // shared.shape.keys)
+        return replace(shared, programs=min(shared.programs, tiles))
+
+    def _slots(self, batch: Batch) -> int:
+        """Partial results that the decodes of any step may leave; none where this one has no decodes."""
+        assert self._attention is not None
+        if (shared := self._sharing(self._attention)) is not None:
+            return shared.slots if any(map(len, batch.splits.values())) else 0
+        most = self._partials.most(self._attention, self._max_rows, self._positions)
+        return max((most, *(units for _, units in batch.parts))) if batch.parts else 0
 
     def _padded(self, rows: int) -> int:
         return rows and min(self._max_rows, next(size for size in GRAPH_ROWS if size >= rows))
@@ -253,6 +277,7 @@ class _TritonProgram:
                 names = ("k_scale", "v_scale", "sinks")
                 held: dict[str, Any] = {name: self._hold(x) for name in names if (x := getattr(op, name)) is not None}
                 self._attention = replace(op, **held)
+                self._windows.add(op.window)
                 return partial(self._attend, self._attention)
             case HeadLinear():
                 return self._head_linear(op)
@@ -372,8 +397,14 @@ class _TritonProgram:
     def _attend(self, op: Attention, batch: Batch) -> None:
         if len(batch.tiles):
             attend_tiles(op, self._executor.tile_shape(op), batch.tiles, batch.positions, batch.staged)
-        shape, programs = self._executor.decode_shape(op), self._executor.programs(op)
-        self._parts(partial(attend_decodes, op, shape), min(programs, len(self._partials.values) * op.kv_heads), batch)
+        if (shared := self._sharing(op)) is None:
+            programs = min(self._executor.programs(op), len(self._partials.values) * op.kv_heads)
+            self._parts(partial(attend_decodes, op, self._executor.tile_shape(op)), programs, batch)
+        elif len(splits := batch.splits[op.window]):
+            held = self._partials
+            attend_splits(
+                op, shared, held.values, held.softmax, held.arrived, splits, batch.positions, batch.staged
+            )
 
     def _attend_latents(self, op: LatentAttention, batch: Batch) -> None:
         tiles, decodes = self._executor.latent_shapes(op)
@@ -406,7 +437,8 @@ class TritonExecutor:
     """The Triton kernels on one device.
 
     With ``invariant``, all work is cut in fixed shapes, whatever runs beside it: a row's result depends neither on the
-    batch nor on the chunks of its prompt. The price is larger tiles in decode attention.
+    batch nor on the chunks of its prompt. The price is that decode attention has larger tiles, and units of equal
+    length instead of equal shares.
     """
 
     name = "triton"
@@ -433,12 +465,13 @@ class TritonExecutor:
     def tile_shape(self, op: Attention) -> Shape:
         return tile_shape(op, self.target, self.batch_invariant)
 
-    def decode_shape(self, op: Attention) -> Shape:
-        return self.tile_shape(op) if self.batch_invariant else decode_shape(op)
+    def sharing(self, op: Attention) -> Sharing:
+        """How the keys of decodes are shared out, unless it is ``invariant``."""
+        return sharing(op, self.target)
 
     def programs(self, op: Attention) -> int:
-        """Programs that share out the units of decodes: as many as run at a time."""
-        return self.target.sms * resident(op, self.decode_shape(op), self.target.shared_bytes)
+        """Programs that take turns at the units of decodes where it is ``invariant``: as many as run at a time."""
+        return self.target.sms * resident(op, self.tile_shape(op), self.target.shared_bytes)
 
     def latent_shapes(self, op: LatentAttention) -> tuple[LatentShape, LatentShape]:
         """For prompts, and for decodes."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from qserve.kernels.executor import Step
 from qserve.kernels.triton.runs import Runs
 from qserve.kernels.triton.schedule import Numbers, Work, is_decode
+from qserve.kernels.triton.split_decode import FIELDS
 
 _ALIGN = 4  # int32 numbers: the 16 bytes of one access
 _SMALLEST = 1 << 14
@@ -24,7 +25,7 @@ class Batch:
     """A step on the device; int32. ``tokens`` and ``logits`` count rows with padding: padding is token 0 at position 0
     with slot -1, a decode with row -1, and a run of no tokens. The tables of work point into ``staged``. ``parts``
     holds the decodes and units of each part of the work; ``counts`` [parts] holds the units on the device. Without
-    attention there is no work. ``saves``, ``runs``, ``chunks`` and ``single`` are those of ``Runs``; without layers
+    attention there is no work. ``splits`` are those of each window. ``saves``, ``runs``, ``chunks`` and ``single`` are those of ``Runs``; without layers
     that keep states there are none."""
 
     tokens: int
@@ -39,6 +40,7 @@ class Batch:
     tiles: Tensor
     units: Tensor
     parts: list[tuple[int, int]]
+    splits: dict[int, Tensor]
     saves: Tensor
     runs: Tensor
     chunks: Tensor
@@ -88,11 +90,15 @@ class Staging:
             # Behind everything with a fixed place. Tiles and units know where the block tables are.
             tables = step.block_tables.numpy().reshape(-1)
             begin = sum(_aligned(length) for _, length, _ in parts.values())
-            begin += _aligned(work.tiles.size) + _aligned(work.units.size)
-            for name, rows in (("tiles", work.tiles), ("units", work.units)):
+            # Programs read splits wherever they are, so a step of decodes has as many as its padded size allows.
+            more = tokens - len(step.token_ids[:tokens]) if is_decode(step) else 0
+            pieces = [("tiles", work.tiles, 2, 0, 0), ("units", work.units, 2, 0, 0)]
+            pieces += [(f"splits {window}", rows, 3, more, -1) for window, rows in work.splits.items()]
+            begin += sum(_aligned(rows.size + added * rows.shape[1]) for _, rows, _, added, _ in pieces)
+            for name, rows, column, added, padding in pieces:
                 placed = rows.copy()
-                placed[:, 2] += begin
-                parts[name] = placed.reshape(-1), rows.size, 0
+                placed[:, column : column + 1] += begin
+                parts[name] = placed.reshape(-1), rows.size + added * rows.shape[1], padding
             parts["tables"] = tables, tables.size, 0
         places, end = {}, 0
         for name, (_, length, _) in parts.items():
@@ -123,6 +129,7 @@ class Staging:
             tokens, logits, there("ids"), there("positions"), there("slots"), there("rows"), self._there,
             there("counts"), there("decodes", 2), there("tiles", 3), there("units", 3),
             [] if work is None else [(decodes, units) for decodes, units in work.parts.tolist()],
+            {} if work is None else {window: there(f"splits {window}", FIELDS) for window in work.splits},
             there("saves"), there("runs", 3), there("chunks", 2), single,
         ), moved  # fmt: skip
 

@@ -24,7 +24,8 @@ from qserve.kernels.executor import Step
 from qserve.kernels.ops import BLOCK_SIZE, Attention
 from qserve.kernels.triton.attention import attend_decodes, attend_tiles
 from qserve.kernels.triton.executor import TritonExecutor
-from qserve.kernels.triton.schedule import divide
+from qserve.kernels.triton.schedule import divide, share_out
+from qserve.kernels.triton.split_decode import attend_splits
 from qserve.kernels.triton.staging import Batch, Staging
 from qserve.kernels.triton.target import Feature
 
@@ -166,28 +167,37 @@ def _ours(problem: Problem, invariant: bool = False) -> list[Callable[[], Tensor
     positions = each.repeat(problem.batch)
     starts = torch.arange(problem.batch + 1, dtype=torch.int32) * new
     none = torch.empty(0, dtype=torch.int32)
+    shares, sharing = new == 1 and not invariant, executor.sharing(op)
 
     def call(copy: int) -> Callable[[], Tensor]:
         table = problem.table(copy)
-        slots = (table[:, each.long() // BLOCK_SIZE] * BLOCK_SIZE + each % BLOCK_SIZE).reshape(-1)
-        step = Step(positions, positions, slots, starts, table, none)
-        batch, _ = Staging(device).load(step, divide(step, executor.queries(op)), len(positions), 0)
+        at = (table[:, each.long() // BLOCK_SIZE] * BLOCK_SIZE + each % BLOCK_SIZE).reshape(-1)
+        step = Step(positions, positions, at, starts, table, none)
+        work = divide(step, executor.queries(op))
+        if shares:
+            work = share_out(step, executor.queries(op), sharing, [0])
+        batch, _ = Staging(device).load(step, work, len(positions), 0)
         if new > 1:
             return partial(tiles, batch)
-        units = len(batch.units)
-        values = torch.empty(units, heads.queries, heads.width, device=device)
-        softmax = torch.empty(units, heads.queries, 2, device=device)
-        return partial(decodes, batch, values, softmax)
+        slots = sharing.slots if shares else len(batch.units)
+        values = torch.empty(slots, heads.queries, heads.width, device=device)
+        softmax = torch.empty(slots, heads.queries, 2, device=device)
+        arrived = torch.zeros(slots * heads.keys, dtype=torch.int32, device=device)
+        return partial(splits, batch, values, softmax, arrived) if shares else partial(units, batch, values, softmax)
 
     def tiles(batch: Batch) -> Tensor:
         attend_tiles(op, executor.tile_shape(op), batch.tiles, batch.positions, batch.staged)
         return out
 
-    def decodes(batch: Batch, values: Tensor, softmax: Tensor) -> Tensor:
+    def units(batch: Batch, values: Tensor, softmax: Tensor) -> Tensor:
         attend_decodes(
-            op, executor.decode_shape(op), values, softmax, batch.units, batch.counts, batch.decodes,
+            op, executor.tile_shape(op), values, softmax, batch.units, batch.counts, batch.decodes,
             batch.positions, batch.staged, min(executor.programs(op), len(values) * heads.keys),
         )  # fmt: skip
+        return out
+
+    def splits(batch: Batch, values: Tensor, softmax: Tensor, arrived: Tensor) -> Tensor:
+        attend_splits(op, sharing, values, softmax, arrived, batch.splits[0], batch.positions, batch.staged)
         return out
 
     return [call(copy) for copy in range(problem.copies)]

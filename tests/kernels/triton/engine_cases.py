@@ -29,6 +29,7 @@ from qserve.kernels.triton import (
     pointwise,
     rope_kv,
     route,
+    split_decode,
 )
 from qserve.kernels.triton.target import AMD, Target, described
 from tests.kernels.triton.aot import Case
@@ -80,15 +81,19 @@ def attention_cases(
     ptx = {"PTX": "ptx" in gpu.features}
     known = attention.constants(op, decode) | ptx
     merged = attention.merge_constants(op, known)
+    kernel, pointers = split_decode.split_decode_kernel, "arrived_ptr:i32 splits_ptr:i32"
+    if invariant:
+        kernel, pointers = attention.decode_kernel, "units_ptr:i32 count_ptr:i32"
+    else:
+        known = split_decode.split_constants(op, decode) | ptx
     return {
         "attention tiles": _case(
             attention.tile_kernel, common + values[tile] + "tiles_ptr:i32", gpu,
             attention.constants(op, tile) | ptx | {"FOLDS": tile.folds}, "scale:fp32", tile.warps, tile.stages,
         ),
         "attention decodes": _case(
-            attention.decode_kernel,
-            common + values[decode] + "partial_ptr:fp32 softmax_ptr:fp32 units_ptr:i32 count_ptr:i32",
-            gpu, known, "scale:fp32", decode.warps, decode.stages,
+            kernel, common + values[decode] + f"partial_ptr:fp32 softmax_ptr:fp32 {pointers}", gpu, known, "scale:fp32",
+            decode.warps, decode.stages,
         ),
         "attention merge": _case(
             attention.merge_kernel,
@@ -231,6 +236,10 @@ def family_cases(gpu: Target) -> dict[str, Case]:
     return {f"{name} {gpu.architecture}": case for name, case in made.items()}
 
 
+def invariant_case(gpu: Target, cache: str) -> Case:
+    return attention_cases(gpu, cache, invariant=True)["attention decodes"]
+
+
 def amd_cases() -> dict[str, Case]:
     """What ``cases`` has, for AMD, with codes of integers too."""
     found: dict[str, Case] = {}
@@ -250,6 +259,7 @@ def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for gpu in ARCHITECTURES:
         found |= cases_of(gpu, "fp8e4nv" if "fp8" in gpu.features else "fp16")
+    found["attention decodes invariant sm_90"] = invariant_case(described("sm_90"), "fp8e4nv")
     return found | family_cases(described("sm_90"))
 
 
@@ -279,8 +289,7 @@ def every_case() -> dict[str, Case]:
             for dim, heads in ((64, 71), (128, 48)):  # Falcon 7B and StarCoder, whose heads share one of keys
                 made = attention_cases(gpu, cache, 0, dim, heads, 1)
                 found |= {f"{kernel} {dim} shared {name}": case for kernel, case in made.items()}
-            invariant = attention_cases(gpu, cache, invariant=True)["attention decodes"]
-            found[f"attention decodes invariant {name}"] = invariant
+            found[f"attention decodes invariant {name}"] = invariant_case(gpu, cache)
         for width in (512, 8192, 16384):
             for codes in ("", "i8", "fp8e4nv") if "fp8" in gpu.features else ("", "i8"):
                 name = f"{codes or 'alone'} {width} {gpu.architecture}"
