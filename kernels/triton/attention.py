@@ -97,7 +97,7 @@ def fold(top, total, acc, next_top, next_total, next_acc):
 
 
 @triton.jit
-def _fold_sinks(top, total, acc, sinks_ptr, heads, mine):
+def fold_sinks(top, total, acc, sinks_ptr, heads, mine):
     """A softmax with the scores of its rows' ``heads`` that belong to no key."""
     sinks = tl.load(sinks_ptr + heads, mask=mine, other=0.0) * 1.4426950408889634
     return fold(top, total, acc, sinks, tl.full(total.shape, 1.0, tl.float32), tl.zeros_like(acc))
@@ -158,7 +158,7 @@ def _decoded(codes, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PTX: tl.const
 
 
 @triton.jit
-def _attend(
+def attend(
     top, total, acc, odd, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
@@ -237,7 +237,7 @@ def _chunk(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS else BLOCK_DIM], tl.float32)
-    top, total, acc, odd = _attend(
+    top, total, acc, odd = attend(
         top, total, acc, acc, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
         KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, True,
     )  # fmt: skip
@@ -293,18 +293,18 @@ def tile_kernel(
     else:
         if WINDOW == 0:  # what the first query sees, all do
             middle = (position + 1) // KEYS * KEYS
-            top, total, acc, _ = _attend(
+            top, total, acc, _ = attend(
                 top, total, acc, acc, q, at, k_ptr, v_ptr, table_ptr, head, begin, middle, scale,
                 KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, False,
             )  # fmt: skip
             begin = middle
-        top, total, acc, _ = _attend(
+        top, total, acc, _ = attend(
             top, total, acc, acc, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
             KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, True,
         )  # fmt: skip
     if sinks_ptr is not None:
         mine = rows < queries * GROUP
-        top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows % GROUP, mine)
+        top, total, acc = fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows % GROUP, mine)
     weight = 1.0
     if v_scale_ptr is not None:
         weight = tl.load(v_scale_ptr + head)
@@ -345,7 +345,7 @@ def decode_kernel(
             )  # fmt: skip
             if first // CHUNK == position // CHUNK:  # all of its keys
                 if sinks_ptr is not None:
-                    top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, rows < GROUP)
+                    top, total, acc = fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, rows < GROUP)
                 weight = 1.0
                 if v_scale_ptr is not None:
                     weight = tl.load(v_scale_ptr + head)
@@ -387,7 +387,7 @@ def merge_kernel(
                 next_acc = tl.load(partial_ptr + heads[:, None] * DIM + dims[None, :], mask=real, other=0.0)
                 top, total, acc = fold(top, total, acc, next_top, next_total, next_acc)
             if sinks_ptr is not None:
-                top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, mine)
+                top, total, acc = fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, mine)
             weight = 1.0
             if v_scale_ptr is not None:
                 weight = tl.load(v_scale_ptr + head)

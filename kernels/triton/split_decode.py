@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qserve.kernels.ops import Attention
-from qserve.kernels.triton.attention import Shape, _attend, _fold_sinks, constants, decode_shape, resident, softmax_scale
+from qserve.kernels.triton.attention import Shape, attend, constants, decode_shape, fold_sinks, resident, softmax_scale
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.target import Target
 
@@ -86,7 +86,7 @@ def _finish(
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
     mine = rows < GROUP
     if sinks_ptr is not None:
-        top, total, acc = _fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, mine)
+        top, total, acc = fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, mine)
     weight = 1.0
     if v_scale_ptr is not None:
         weight = tl.load(v_scale_ptr + head)
@@ -137,7 +137,7 @@ def split_decode_kernel(
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS else BLOCK_DIM], tl.float32)
-            top, total, acc, odd = _attend(
+            top, total, acc, odd = attend(
                 top, total, acc, acc, q, last + rows * 0, k_ptr, v_ptr, table_ptr, head, begin, end, k_scale,
                 KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, True,
             )  # fmt: skip

@@ -24,9 +24,9 @@ _SMALLEST = 1 << 14
 class Batch:
     """A step on the device; int32. ``tokens`` and ``logits`` count rows with padding: padding is token 0 at position 0
     with slot -1, a decode with row -1, and a run of no tokens. The tables of work point into ``staged``. ``parts``
-    holds the decodes and units of each part of the work; ``counts`` [parts] holds the units on the device. Without
-    attention there is no work. ``splits`` are those of each window. ``saves``, ``runs``, ``chunks`` and ``single`` are those of ``Runs``; without layers
-    that keep states there are none."""
+    holds the decodes and units of each part of the work; ``counts`` [parts] holds the units on the device. ``splits``
+    are those of each window. Without attention there is no work. ``saves``, ``runs``, ``chunks`` and ``single`` are
+    those of ``Runs``; without layers that keep states there are none."""
 
     tokens: int
     logits: int

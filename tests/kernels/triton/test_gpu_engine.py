@@ -94,6 +94,43 @@ def test_rotate_store_and_attend(
         assert float((got - want).norm() / want.norm()) < (2e-2 if coarse else 4e-3)
 
 
+@pytest.mark.parametrize("cache", [each for each in CACHES if each != torch.int8], ids=str)
+def test_decodes_of_any_length_share_one_graph(cache: torch.dtype) -> None:
+    """The second step of a size and those that follow replay it. Their sequences are cut elsewhere."""
+    heads, kv_heads, dim, width = 8, 2, 128, 250
+    activations = torch.bfloat16 if cache == torch.bfloat16 else torch.float16
+    generator = torch.Generator().manual_seed(4)
+    k, v = (torch.randn(4 * width, kv_heads, 16, dim, generator=generator) for _ in range(2))
+    scales = {}
+    if cache in LIMITS:
+        k, v = k * 30, v * 30
+        scales = {name: torch.full((kv_heads,), 0.03) for name in ("k_scale", "v_scale")}
+    qkv = torch.randn(4, (heads + 2 * kv_heads) * dim, generator=generator).to(activations)
+    tables = torch.randperm(4 * width, generator=generator).int().view(4, width)
+    lengths = ([1, 1, 1, 1], [255, 256, 257, 4000], [3999, 1, 64, 65], [1, 7, 700, 1500], [255, 256, 257, 4000])
+    outs = []
+    for executor, device, dtype in (
+        (TritonExecutor(DEVICE, activations), DEVICE, activations),
+        (ReferenceExecutor(), torch.device("cpu"), torch.float32),
+    ):
+        on = {name: scale.to(device) for name, scale in scales.items()}
+        out = torch.full((4, heads * dim), torch.nan, dtype=dtype, device=device)
+        pages = k.to(cache).to(device).transpose(2, 3), v.to(cache).to(device)
+        program = executor.program(4)
+        program.add([
+            ops.Attention(qkv.to(device, dtype), out, *pages, heads, kv_heads, dim, dim**-0.5, window, **on)
+            for window in (300, 0)
+        ])  # fmt: skip
+        outs.append([])
+        for each in lengths:
+            positions = ints(each) - 1
+            program.run(Step(positions, positions, positions, ints(range(5)), tables, ints([])))
+            outs[-1].append(out.to("cpu", torch.float32, copy=True))
+    for got, want in zip(*outs):
+        assert float((got - want).norm() / want.norm()) < (2e-2 if cache == torch.bfloat16 else 4e-3)
+    assert torch.equal(outs[0][1], outs[0][4]), "the counters were not ready again"
+
+
 def model_on(path: Path, executor: object, kv_dtype: torch.dtype) -> Decoder:
     source = open_model(path)
     limits = DecoderLimits(max_tokens=48, max_logits=12, max_positions=64, num_blocks=24)

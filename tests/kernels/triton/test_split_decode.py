@@ -84,12 +84,13 @@ def test_splits_are_staged_in_places_that_the_padded_size_gives() -> None:
     sharing, staging, places = Sharing(Shape(16, KEYS, 4, 3), 5), Staging(torch.device("cpu")), []
     for lengths in ([5, 400, 1], [700, 2], [1]):
         step = step_of(lengths)
+        width = step.block_tables.shape[1]
         batch, _ = staging.load(step, share_out(step, 16, sharing, [0, 100]), 4, 0)
         places.append([batch.positions.data_ptr(), *(splits.data_ptr() for splits in batch.splits.values())])
         for splits in batch.splits.values():
             assert len(splits) == 9
             for row, _, _, table, *_ in splits[splits[:, 0] >= 0].tolist():
-                assert batch.staged[table : table + step.block_tables.shape[1]].tolist() == step.block_tables[row].tolist()
+                assert batch.staged[table : table + width].tolist() == step.block_tables[row].tolist()
     assert places[0] == places[1] == places[2]
 
 
