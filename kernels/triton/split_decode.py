@@ -74,6 +74,8 @@ def _merge(
         total = total * shrink + tl.sum(totals * weights, 0)
         acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
         top = largest
+    if BLOCK_GROUP != GROUP:  # rows of no head have no sum to divide by
+        total = tl.where(rows < GROUP, total, 1.0)
     return top, total, acc
 
 
@@ -90,7 +92,7 @@ def _finish(
     weight = 1.0
     if v_scale_ptr is not None:
         weight = tl.load(v_scale_ptr + head)
-    out = acc * (weight / tl.where(mine, total, 1.0))[:, None]
+    out = acc * (weight / total)[:, None]
     places = row * (HEADS * DIM) + (head * GROUP + rows)[:, None] * DIM + dims[None, :]
     tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mine[:, None] & (dims < DIM)[None, :])
 
