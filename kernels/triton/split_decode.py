@@ -172,7 +172,8 @@ def split_constants(op: Attention, shape: Shape) -> dict[str, object]:
     known = constants(op, shape)
     del known["CHUNK"]
     group: int = triton.next_power_of_2(op.heads // op.kv_heads)
-    return known | {"BLOCK_GROUP": group, "MERGED": max(1, min(16, _MERGED // (group * known["BLOCK_DIM"])))}
+    merged = _MERGED if known["BLOCK_DIM"] == op.head_dim else _MERGED // 2  # masks take registers, too
+    return known | {"BLOCK_GROUP": group, "MERGED": max(1, min(16, merged // (group * known["BLOCK_DIM"])))}
 
 
 def attend_splits(
