@@ -63,23 +63,21 @@ def tile_shape(op: Attention, gpu: Target, invariant: bool) -> Shape:
 
 
 def decode_shape(op: Attention) -> Shape:
-    """For decodes: the heads of one query. A matrix unit takes at least 16."""
+    """For decodes: the heads of one query. A matrix unit takes at least 16. Keys and stages were the fastest of ten
+    choices on an H200, for heads of 128."""
     rows, size = max(16, triton.next_power_of_2(op.heads // op.kv_heads)), op.k_cache.dtype.itemsize
-    keys, warps = 32 if op.head_dim > 128 else 64, 4 if rows <= 64 else 8
-    return Shape(rows, keys, warps, {1: 4, 2: 3}.get(size, 2), pairs=size == 1)
+    keys, warps = 32 if op.head_dim > 128 else 128 if size == 1 else 64, 4 if rows <= 64 else 8
+    return Shape(rows, keys, warps, 3 if size <= 2 else 2, pairs=size == 1)
 
 
 def resident(op: Attention, shape: Shape, shared_bytes: int) -> int:
-    """How many programs of decodes a multiprocessor holds at a time, if each may have ``shared_bytes``.
+    """How many programs of decodes a multiprocessor has at a time, if each may have ``shared_bytes``.
 
-    Shared memory counts the copies in flight plus 8 KiB. Registers count what the compiler gives a thread: up to 128
-    where narrow heads are codes, else 168. The shape of prompts has twice as many threads.
+    Shared memory counts the copies in flight plus 8 KiB. Two programs are enough to keep copies in flight: where there
+    was room for more, they were slower on an H200, for a sequence then has more parts. Codes in a shape of eight warps
+    take the registers of two.
     """
-    codes = op.k_cache.dtype.itemsize == 1
-    if shape.warps == 4:
-        by_registers = 4 if codes and op.head_dim <= 128 else 3
-    else:
-        by_registers = 1 if codes else 2
+    by_registers = 1 if shape.warps > 4 and op.k_cache.dtype.itemsize == 1 else 2
     width: int = triton.next_power_of_2(op.head_dim)
     copies = (shape.stages - 1) * shape.keys * width * 2 * op.k_cache.dtype.itemsize
     return max(1, min(by_registers, (shared_bytes + RESERVED) // (copies + (8 << 10) + RESERVED)))

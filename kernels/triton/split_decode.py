@@ -173,6 +173,8 @@ def split_constants(op: Attention, shape: Shape) -> dict[str, object]:
     del known["CHUNK"]
     group: int = triton.next_power_of_2(op.heads // op.kv_heads)
     merged = _MERGED if known["BLOCK_DIM"] == op.head_dim else _MERGED // 2  # masks take registers, too
+    if op.softcap:
+        merged //= 4  # with more, two numbers of a program spill
     return known | {"BLOCK_GROUP": group, "MERGED": max(1, min(16, merged // (group * known["BLOCK_DIM"])))}
 
 
