@@ -10,15 +10,22 @@ from torch import Tensor
 
 
 class Activations:
-    """float32 [samples, length, width], read and written a few samples at a time.
+    """float32 [samples, length, width] on ``device``, read and written a few samples at a time.
 
     With ``directory`` the states lie in an unnamed file there. They are read and written, not mapped: mapped pages
     would count as memory of this process.
     """
 
-    def __init__(self, samples: int, length: int, width: int, directory: Path | None = None) -> None:
-        self.shape = (samples, length, width)
-        self._memory = torch.empty(self.shape) if directory is None else None
+    def __init__(
+        self,
+        samples: int,
+        length: int,
+        width: int,
+        directory: Path | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  (it is a constant)
+    ) -> None:
+        self.shape, self.device = (samples, length, width), device
+        self._memory = torch.empty(self.shape, device=device) if directory is None else None
         self._file = None if directory is None else tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         self._sample_bytes = 4 * length * width
 
@@ -27,7 +34,7 @@ class Activations:
         if self._memory is not None:
             return self._memory[start:stop]
         assert self._file is not None
-        part = torch.empty(min(stop, self.shape[0]) - start, *self.shape[1:])
+        part = torch.empty(min(stop, self.shape[0]) - start, *self.shape[1:], device="cpu")
         self._file.seek(start * self._sample_bytes)
         view = memoryview(part.numpy()).cast("B")  # type: ignore[arg-type]
         done = 0
@@ -36,7 +43,7 @@ class Activations:
             if not count:
                 raise OSError("the file of offloaded activations ended early")
             done += count
-        return part
+        return part.to(self.device)
 
     def write(self, start: int, values: Tensor) -> None:
         """Store ``values`` [n, length, width] from sample ``start`` on. A whole batch in memory is kept, not copied."""
@@ -50,7 +57,7 @@ class Activations:
     def _store(self, start: int, values: Tensor) -> None:
         assert self._file is not None
         self._file.seek(start * self._sample_bytes)
-        view = memoryview(values.contiguous().numpy()).cast("B")  # type: ignore[arg-type]
+        view = memoryview(values.contiguous().cpu().numpy()).cast("B")  # type: ignore[arg-type]
         done = 0
         while done < len(view):
             done += self._file.write(view[done:]) or 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def walk(
     float_samples: int = 0,
     offload: Path | None = None,
 ) -> Iterator[Visit]:
-    """Visit every block in order; one is in memory at a time.
+    """Visit every block in order; one is in memory at a time, on a GPU with the next one behind it.
 
     ``windows`` int64 [samples, length]; None visits without running anything (statistics are then None).
     ``samples_at_once`` go through a block together; None takes all. For the first ``float_samples`` the float model
@@ -49,19 +50,23 @@ def walk(
     if windows is not None:
         count = min(samples_at_once or len(windows), len(windows))
         samples, length = windows.shape
-        inputs = Activations(samples, length, skeleton.hidden_size, offload)
+        inputs = Activations(samples, length, skeleton.hidden_size, offload, skeleton.device)
         calls, short = skeleton.stem(windows, DRY_TOKENS, inputs)
         if float_samples:
-            floats = Activations(min(float_samples, len(windows)), windows.shape[1], skeleton.hidden_size, offload)
+            shape = min(float_samples, samples), length, skeleton.hidden_size
+            floats = Activations(*shape, offload, skeleton.device)
             for row in range(floats.shape[0]):
                 floats.write(row, inputs.read(row, row + 1))
     total = len(skeleton.blocks)
     # Workers use buffers of the same sizes in every block, so freed memory is kept; each block leaves a bit more.
     whole = inputs is not None and count >= inputs.shape[0]
     enough = 0
-    with heap.kept() if whole else nullcontext():
+    reads_ahead = inputs is not None and skeleton.device.type != "cpu"  # a CPU has enough to do
+    with heap.kept() if whole else nullcontext(), ThreadPoolExecutor(1) as reader:
+        ahead: Future[nn.Module] | None = None
         for index in range(total):
-            block = skeleton.block(index) if inputs is None else skeleton.load(index)
+            block = skeleton.block(index) if inputs is None else ahead.result() if ahead else skeleton.load(index)
+            ahead = reader.submit(skeleton.load, index + 1) if reads_ahead and index + 1 < total else None
             visit = Visit(index, total, skeleton.blocks[index], block, skeleton.linears(index))
             if inputs is None:
                 visit.load = skeleton.load_linear

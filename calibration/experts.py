@@ -68,7 +68,7 @@ class Experts(nn.Module):
         An expert without tokens does not run. An index beyond the last expert stands for none.
         """
         output = torch.zeros_like(hidden_states)
-        everyone = torch.arange(len(hidden_states))
+        everyone = torch.arange(len(hidden_states), device=hidden_states.device)
         for index in range(self.count):
             choice, token = torch.where(top_k_index.t() == index)
             few = len(token) < self.least_share * len(everyone)

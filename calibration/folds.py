@@ -58,7 +58,7 @@ def find_folds(block: nn.Module, linears: Mapping[str, nn.Linear], hidden: Tenso
         own = {names[id(m)]: m for m in expert.modules() if isinstance(m, nn.Linear) and id(m) in names}
         if isinstance(expert, Expert) and own:
             outside = {name: linear for name, linear in outside.items() if name not in own}
-            inputs = torch.randn(1, 1, hidden.shape[-1], generator=generator)
+            inputs = torch.randn(1, 1, hidden.shape[-1], generator=generator, device="cpu").to(hidden.device)
             folds = _Block(expert, own, inputs, Call((), {})).folds()
             found += [replace(fold, producer=f"{path}.{fold.producer}") for fold in folds]
     return found + _Block(block, outside, hidden, call).folds()
@@ -125,7 +125,8 @@ class _Block:
 
     def _identify(self, module: nn.Module, rows: int, start: int, stop: int) -> dict[str, Tensor]:
         """As ``_carried``, with only the channels ``start`` to ``stop`` multiplied."""
-        outputs = torch.randn(*self.hidden.shape[:2], rows, generator=self.generator)
+        outputs = torch.randn(*self.hidden.shape[:2], rows, generator=self.generator, device="cpu")
+        outputs = outputs.to(self.hidden.device)
         outputs[: _SAMPLES // 2] = outputs[: _SAMPLES // 2].abs() + 0.1
         plain = self._inputs(module, outputs)
         channels = {first: torch.full(values.shape[1:], start) for first, values in plain.items()}
@@ -174,7 +175,8 @@ class _Block:
         assert isinstance(weight, Tensor)
         divisor = torch.ones(len(weight))
         carried = fold.channels.unique()
-        divisor[carried] = torch.exp2(torch.randint(0, 2, carried.shape, generator=self.generator) * 2.0 - 1.0)
+        halves = torch.randint(0, 2, carried.shape, generator=self.generator, device="cpu")
+        divisor[carried] = torch.exp2(halves.to(carried.device) * 2.0 - 1.0)
         factor = divisor[fold.channels]
         expected = self._output()
         with ExitStack() as hooks:
@@ -199,8 +201,12 @@ def _offset(module: nn.Module) -> float | None:
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(2, 2, len(weight), generator=generator)
-    own = {name: torch.randn(p.shape, generator=generator) for name, p in module.named_parameters(recurse=False)}
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(weight.device)
+
+    inputs = random(2, 2, len(weight))
+    own = {name: random(*p.shape) for name, p in module.named_parameters(recurse=False)}
     try:
         plain = functional_call(module, own, (inputs,))
         for offset in (0.0, 1.0):

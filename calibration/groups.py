@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qserve.calibration.products import exact_products
 from qserve.calibration.skeleton import Call
 from qserve.checkpoint.errors import UsageError
 
@@ -30,7 +31,7 @@ class Hooks:
         ]
 
     def _call(self, name: str, inputs: Tensor) -> tuple[Tensor] | None:
-        with torch.autocast("cpu", enabled=False):
+        with exact_products():
             replaced = self._before(name, inputs)
         return None if replaced is None else (replaced,)
 

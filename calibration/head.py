@@ -32,7 +32,7 @@ def head_importance(skeleton: Skeleton, inputs: Activations) -> Tensor:
     """The mean square of each input of the output layer, float32 [hidden]. ``inputs`` are the last block's outputs. The
     layer itself, which may be as large as many blocks, is not loaded."""
     output = skeleton.model.get_output_embeddings()
-    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    total, tokens = torch.zeros((), dtype=torch.float64, device=skeleton.device), 0
     states = torch.zeros(())
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -52,7 +52,7 @@ def head_importance(skeleton: Skeleton, inputs: Activations) -> Tensor:
                     _either_way(skeleton, states)
     finally:
         handle.remove()
-    return (total / tokens).float()
+    return (total / tokens).float().cpu()
 
 
 def head_input(model: nn.Module, window: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _loaded(skeleton: Skeleton, but: nn.Module | None = None) -> Iterator[None]:
         if name.startswith(inside) or module is embedding or module is but:  # states are given: no lookup
             continue
         source = stored if tied and module is output else name
-        value = skeleton.source.tensor(source).to(torch.float32)
+        value = skeleton.source.tensor(source).to(skeleton.device, torch.float32)
         module.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
         loaded.append((module, leaf))
     try:
@@ -114,7 +114,7 @@ def _either_way(skeleton: Skeleton, hidden: Tensor) -> Tensor:
         for block in blocks[1:]:
             block.forward = lambda states, *args, **kwargs: wrap(states)
         try:
-            embedded = torch.zeros(*hidden.shape[:-1], width)
+            embedded = torch.zeros(*hidden.shape[:-1], width, device=hidden.device)
             logits: Tensor = skeleton.model(inputs_embeds=embedded, use_cache=False).logits
         finally:
             for block in blocks:

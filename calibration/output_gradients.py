@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qserve.calibration.head import head_input
-from qserve.calibration.products import fast_products
+from qserve.calibration.products import exact_products, fast_products
 from qserve.calibration.stats import LayerStats
 
 PIECE = 128  # tokens whose logits are there at once
@@ -32,11 +32,11 @@ def output_gradients(
     ``model`` is a transformers causal LM in float32 that holds ``linears``; changes to the logits after its output
     layer are left out. One window at a time is in memory. ``progress`` is told (windows done, windows).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(windows.device).manual_seed(seed)
     found: dict[str, LayerStats] = {}
 
     def note(name: str, gradient: Tensor) -> None:
-        with torch.autocast("cpu", enabled=False):
+        with exact_products():
             stats = found.setdefault(name, LayerStats(gradient.shape[-1]))
             stats.update(gradient.float())
 

@@ -1,10 +1,10 @@
-"""The products of a calibration forward, in the way this processor multiplies fastest (``kernels.products``)."""
+"""The products of a calibration forward, in the way this processor or GPU multiplies fastest (``kernels.products``)."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,17 +16,37 @@ from qserve.kernels import products
 
 @contextmanager
 def fast_products() -> Iterator[None]:
-    """Compute the products of a calibration forward in bfloat16 where this processor has them: that is twice as fast,
-    and the rounding is far below that of quantization. Elsewhere our kernels multiply float32. Hidden states and sums
-    stay in float32."""
+    """Compute the products of a calibration forward in bfloat16 where this processor, or the GPU of the tensors, has
+    them: that is twice as fast, and the rounding is far below that of quantization. Elsewhere our kernels multiply
+    float32. Hidden states and sums stay in float32."""
     rounds = products.multiplied() == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16, enabled=rounds), _Fast(rounds):
+    with _autocast(*_rounding()), _Fast(rounds):
+        yield
+
+
+def exact_products() -> AbstractContextManager[None]:
+    """Within ``fast_products``: compute in the dtype of the tensors."""
+    return _autocast()
+
+
+def _rounding() -> tuple[str, ...]:
+    """The kinds of devices that multiply bfloat16 here."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return tuple(each for each in devices if products.multiplied(torch.device(each)) == torch.bfloat16)
+
+
+@contextmanager
+def _autocast(*rounding: str) -> Iterator[None]:
+    """Each kind of device has a switch of its own."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=device in rounding))
         yield
 
 
 class _Fast(TorchFunctionMode):
-    """Plain causal attention by our kernel. Linears by our kernel in float32, or by torch's in bfloat16, where an input
-    that several linears share is rounded only once."""
+    """On the CPU: plain causal attention by our kernel. Linears by our kernel in float32, or by torch's in bfloat16,
+    where an input that several linears share is rounded only once."""
 
     def __init__(self, rounds: bool) -> None:
         super().__init__()
@@ -36,7 +56,7 @@ class _Fast(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_autocast_enabled("cpu") == self._rounds and not torch.is_grad_enabled():
-            if func is nn.functional.linear and not kwargs:
+            if func is nn.functional.linear and not kwargs and args[0].device.type == "cpu":
                 if self._rounds:
                     args = (self._rounded(args[0]), *args[1:])
                 elif all(each is None or each.dtype == torch.float32 for each in args):
@@ -56,10 +76,10 @@ class _Fast(TorchFunctionMode):
 
 
 def _is_plain(queries: Tensor, keys: Tensor, values: Tensor, *more: Any, **kwargs: Any) -> bool:
-    """Whether this is causal attention of whole sequences to themselves, with nothing else."""
+    """Whether this is causal attention of whole sequences to themselves, with nothing else, on the CPU."""
     if more or not kwargs.get("is_causal") or kwargs.get("attn_mask") is not None or kwargs.get("dropout_p"):
         return False
-    if queries.dim() != 4 or keys.dim() != 4:
+    if queries.dim() != 4 or keys.dim() != 4 or queries.device.type != "cpu":
         return False
     heads, kv_heads = queries.shape[-3], keys.shape[-3]
     shared = heads % kv_heads == 0 if kwargs.get("enable_gqa") else heads == kv_heads

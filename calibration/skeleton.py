@@ -38,13 +38,14 @@ class Skeleton:
     shapes    linear module name -> (out, in), for every linear inside a block but the routers
     transposed  names of the linears whose weight is stored [in, out]
     routers   names of the modules inside blocks that choose among experts and stay in floating point
+    device  where weights are loaded and blocks run
     Packed weights of the source are dequantized. GPT-2's ``Conv1D``, whose weight is stored [in, out], is a linear like
     any other here. Raises ``CheckpointError`` for an architecture transformers does not
     know, or whose tensors the source lacks.
     """
 
-    def __init__(self, source: ModelSource) -> None:
-        self.source = source
+    def __init__(self, source: ModelSource, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+        self.source, self.device = source, device
         self._packed = frozenset(source.linears())
         self.model = _build(source.config, source.name)
         stored = stored_names(self.model, [*source.names(), *(f"{module}.weight" for module in source.linears())])
@@ -69,6 +70,9 @@ class Skeleton:
             seen.add(id(tensor))
         if not self.shapes:
             raise UsageError(f"{source.name}: its decoder blocks hold no linear layers that can be quantized")
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
 
     @property
     def hidden_size(self) -> int:
@@ -128,6 +132,7 @@ class Skeleton:
             owner, _, leaf = name.rpartition(".")
             value = nn.Parameter(self._read(name), requires_grad=False)
             self.model.get_submodule(owner).register_parameter(leaf, value)
+        windows = windows.to(self.device)
         _, calls = self._trace(windows[:1])
         for row in range(len(windows)):
             hidden, own = self._trace(windows[row : row + 1])
@@ -202,20 +207,24 @@ class Skeleton:
             )
 
     def _read(self, name: str) -> Tensor:
+        with torch.device("cpu"):  # of what a file is read into
+            tensor = self._stored(name)
+        tensor = tensor.to(self.device, torch.float32)
+        if not is_finite(tensor):
+            raise CheckpointError(
+                f"{self.source.name}: {name} holds NaN or infinity: the model is damaged; fetch or convert it again"
+            )
+        return tensor
+
+    def _stored(self, name: str) -> Tensor:
         module, _, part = name.rpartition(".")
         if module in self._packed:
             packed = self.source.linear(module)
             found = packed.dequantize() if part == "weight" else packed.bias
             if found is None:
                 raise CheckpointError(f"{self.source.name} lacks the tensor {name}")
-            tensor = found.to(torch.float32)
-        else:
-            tensor = self.as_stored(name, self.source.tensor(name)).to(torch.float32)
-        if not is_finite(tensor):
-            raise CheckpointError(
-                f"{self.source.name}: {name} holds NaN or infinity: the model is damaged; fetch or convert it again"
-            )
-        return tensor
+            return found
+        return self.as_stored(name, self.source.tensor(name))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -217,7 +217,7 @@ class Visit:
         def note(name: str, by_outputs: bool, linear: nn.Linear, inputs: Tensor, output: Tensor) -> None:
             kept = inputs if not by_outputs else output if linear.bias is None else output - linear.bias
             # A copy: a block may add to the output in place (parallel blocks do).
-            kept = kept.to(products.multiplied(), copy=True)
+            kept = kept.to(products.multiplied(kept.device), copy=True)
             seen.setdefault(name, {}).setdefault(start, kept.reshape(-1, kept.shape[-1]))
 
         with ExitStack() as stack:

@@ -69,7 +69,7 @@ def _from_codebook(
     def numbers(codes: Tensor) -> Tensor:
         import torch
 
-        return torch.tensor(codebook).index_select(0, codes.flatten().int()).view(codes.shape)
+        return torch.tensor(codebook, device=codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
     return Grid(
         name, (4,), zero_points=False, exact=unit is not None, largest=max(map(abs, codebook)), numbers=numbers,

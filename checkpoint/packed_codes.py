@@ -43,6 +43,11 @@ class PackedCodes:
         """The outputs ``rows`` (int64) in their order."""
         return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
+    def to(self, device: torch.device) -> PackedCodes:
+        """The same codes in the memory of ``device``."""
+        rows = None if self.rows is None else self.rows.to(device)
+        return replace(self, words=tuple(words.to(device) for words in self.words), rows=rows)
+
     def joins(self, other: object) -> bool:
         """Whether the outputs of ``other`` can follow these."""
         return isinstance(other, PackedCodes) and (self.bits, self.inputs, self.nibbles) == (

@@ -113,7 +113,13 @@ class QuantizedWeight:
         """int64 [in]: the group that scales each input feature."""
         if self.g_idx is not None:
             return self.g_idx.to(torch.int64)
-        return torch.arange(self.in_features) // self.scheme.group_width(self.in_features)
+        return torch.arange(self.in_features, device=self.scales.device) // self.scheme.group_width(self.in_features)
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """The same weight in the memory of ``device``."""
+        zeros, g_idx, bias = (None if t is None else t.to(device) for t in (self.zeros, self.g_idx, self.bias))
+        stored, scales = self.stored.to(device), self.scales.to(device)
+        return replace(self, stored=stored, scales=scales, zeros=zeros, g_idx=g_idx, bias=bias)
 
     def block_scales(self) -> Tensor:
         """float32 [ceil(out / rows), groups]: each scale once."""

@@ -35,7 +35,7 @@ def codes_of_states(states: Tensor) -> Tensor:
 
 def states_of_symbols(symbols: Tensor, bits: int) -> Tensor:
     """uint8 [..., RING], symbols of ``bits`` bits -> int32 of the same shape, the newest symbol in the highest bits."""
-    states = torch.zeros(symbols.shape, dtype=torch.int32)
+    states = torch.zeros(symbols.shape, dtype=torch.int32, device=symbols.device)
     for back in range(STATE_BITS // bits):
         states |= symbols.roll(back, -1).int() << (STATE_BITS - bits * (back + 1))
     return states
@@ -80,6 +80,11 @@ class PackedTrellis:
         tiles = lanes[:, 0] // LANES
         return replace(self, tiles=tiles if self.tiles is None else self.tiles[tiles], outputs=len(rows))
 
+    def to(self, device: torch.device) -> PackedTrellis:
+        """The same codes in the memory of ``device``."""
+        tiles = None if self.tiles is None else self.tiles.to(device)
+        return replace(self, streams=self.streams.to(device), tiles=tiles)
+
     def joins(self, other: object) -> bool:
         """Whether the outputs of ``other`` can follow these."""
         return (
@@ -101,12 +106,12 @@ class PackedTrellis:
     def tile_numbers(self) -> Tensor:
         """int64 [tiles]: which tile of ``streams`` each is."""
         count = -(-self.outputs // LANES)
-        return torch.arange(count) if self.tiles is None else self.tiles
+        return torch.arange(count, device=self.streams.device) if self.tiles is None else self.tiles
 
     def unpack(self) -> Tensor:
         """uint8 [out, in] in memory of its own."""
         streams = self.streams.view(-1, _QUARTERS, self.inputs, 2 * self.bits)
-        codes = torch.empty(len(streams), RING, self.inputs, dtype=torch.uint8)
+        codes = torch.empty(len(streams), RING, self.inputs, dtype=torch.uint8, device=streams.device)
         for ring, place in zip(streams, codes, strict=True):  # new memory is only that of the result
             words = ring.transpose(0, 1).reshape(self.inputs, -1).contiguous().view(torch.int32)
             states = states_of_symbols(unpack_words(words, self.bits, RING), self.bits)

@@ -48,7 +48,7 @@ def unpack_words(packed: Tensor, bits: int, columns: int) -> Tensor:
     if bits == 4:
         return _unpack_nibbles(packed)[:, :columns].contiguous()
     runs = _padded(packed.contiguous().view(torch.uint8), size).view(rows, -1, size)
-    values = torch.empty(rows, runs.shape[1], count, dtype=torch.uint8)
+    values = torch.empty(rows, runs.shape[1], count, dtype=torch.uint8, device=packed.device)
     for index in range(count):
         byte, shift = divmod(index * bits, 8)
         value = runs[..., byte] >> shift
@@ -62,7 +62,7 @@ def _unpack_nibbles(packed: Tensor) -> Tensor:
     """The two values of a byte become the bytes of a little-endian int16. A few rows at a time: what is made on the way
     stays in the cache, and new memory is only that of the result."""
     rows, words = packed.shape
-    values = torch.empty(rows, 4 * words, dtype=torch.int16)
+    values = torch.empty(rows, 4 * words, dtype=torch.int16, device=packed.device)
     step = max(1, _WORDS // max(1, words))
     for part, out in zip(packed.split(step), values.split(step), strict=True):
         pairs = part.contiguous().view(torch.uint8).to(torch.int16)

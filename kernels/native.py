@@ -162,6 +162,11 @@ def missing() -> str | None:
     return None
 
 
+def serves(tensor: Tensor) -> bool:
+    """Whether these kernels compute on ``tensor``: it is in the memory of the CPU, and they were built."""
+    return tensor.device.type == "cpu" and missing() is None
+
+
 def best_isa() -> Isa:
     return ISAS[int(library().qs_best_isa())]
 

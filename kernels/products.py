@@ -1,7 +1,7 @@
 """The products of calibration: linears, second moments and causal attention, with sums in float32.
 
 They run in the precision in which this processor multiplies fastest, packed and shared among threads, see
-``csrc/qserve.h``. Without the C library torch computes everything, in float32.
+``csrc/qserve.h``. On a GPU, and without the C library, torch computes everything.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from qserve.kernels import abi, native
 
+_CPU = torch.device("cpu")
 # As in ``qserve.h``: columns of a panel, and rows of a chunk.
 _PANELS = {torch.float32: 48, torch.bfloat16: 64}
 _CHUNK = 96
@@ -21,10 +22,14 @@ _COLUMN = 4096
 _WORTH_PACKING = 64
 
 
-def multiplied() -> torch.dtype:
-    """The dtype this machine multiplies: bfloat16 where that is faster than float32 (AVX512-BF16), else float32."""
-    here = native.missing() is None and native.library().qs_multiplies_bf16(native.ISAS.index(native.best_isa()))
-    return torch.bfloat16 if here else torch.float32
+def multiplied(device: torch.device = _CPU) -> torch.dtype:
+    """The dtype that ``device`` multiplies: bfloat16 where that is faster than float32 (AVX512-BF16, GPUs from Ampere
+    on), else float32."""
+    if device.type == "cpu":
+        fast = native.missing() is None and native.library().qs_multiplies_bf16(native.ISAS.index(native.best_isa()))
+    else:
+        fast = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if fast else torch.float32
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, threads: int | None = None) -> Tensor:
@@ -32,7 +37,7 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, thread
     on other rows nor on the number of threads."""
     outputs, width = weight.shape
     rows = inputs.reshape(-1, width)
-    if len(rows) < _WORTH_PACKING or native.missing() is not None:
+    if len(rows) < _WORTH_PACKING or not native.serves(rows):
         return functional.linear(inputs, weight, bias)
     rows, packed = _readable(rows, torch.float32), _panels(outputs, width, torch.float32)
     _pack(weight.contiguous().t(), packed, None, threads, turned=True)
@@ -68,8 +73,8 @@ def add_moment(
         raise ValueError(f"moments of {height} by {width} columns do not go into {out.dtype} {tuple(out.shape)}")
     if left is not None and len(left) != rows:
         raise ValueError(f"{len(left)} rows have no product with {rows}")
-    if native.missing() is not None:
-        _add_with_torch(out, right.float(), right.float() if left is None else left.float(), keep, gain, magnitudes)
+    if not native.serves(out):
+        _add_with_torch(out, right, right if left is None else left, keep, gain, magnitudes)
         return
     dtype = multiplied()
     at_once = _COLUMN // dtype.itemsize
@@ -103,7 +108,7 @@ def attend_causal(
     kv_heads = keys.shape[1]
     if keys.shape != (batch, kv_heads, tokens, dim) or values.shape != keys.shape or heads % kv_heads or dim % 2:
         raise ValueError(f"no attention of {list(queries.shape)} to {list(keys.shape)} and {list(values.shape)}")
-    if native.missing() is not None:
+    if not native.serves(queries):
         q, k, v = (each.float() for each in (queries, keys, values))
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     dtype = multiplied()
@@ -118,9 +123,15 @@ def attend_causal(
 def _add_with_torch(
     out: Tensor, right: Tensor, left: Tensor, keep: float, gain: float, magnitudes: tuple[Tensor, Tensor] | None
 ) -> None:
-    out.addmm_(left.t(), right, beta=keep, alpha=gain)
+    dtype = multiplied(out.device)
+    rows, columns = right.to(dtype), left.to(dtype).t()
+    if dtype == torch.float32:
+        out.addmm_(columns, rows, beta=keep, alpha=gain)
+    else:
+        torch.addmm(out, columns, rows, out_dtype=torch.float32, beta=keep, alpha=gain, out=out)
     if magnitudes is not None:
         most, total = magnitudes
+        right = right.float()
         torch.maximum(most, right.abs().amax(dim=0), out=most)
         total.add_(right.abs().sum(dim=0))
 

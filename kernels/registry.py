@@ -29,7 +29,7 @@ class ExecutorStatus:
     cost: str  # what running without it means
 
 
-def _triton_missing() -> str | None:
+def triton_missing() -> str | None:
     """None where the GPU kernels run here, on a GPU or in Triton's interpreter; otherwise the reason."""
     if find_spec("triton") is None:
         return "triton is not installed (no GPU kernels on this platform)"
@@ -55,7 +55,7 @@ def executors() -> list[ExecutorStatus]:
     if not_run := native.not_run():
         detail += f"; compiled, not run: {', '.join(not_run)}"
     return [
-        ExecutorStatus("triton", gpu, _triton_missing(), "models are computed on the CPU"),
+        ExecutorStatus("triton", gpu, triton_missing(), "models are computed on the CPU"),
         ExecutorStatus("native", detail, missing, "about 10 times slower, and results that vary with the batch"),
         ExecutorStatus("reference", "torch, for tests and as a last resort", None, ""),
     ]
@@ -67,7 +67,7 @@ def triton_kernels() -> list[tuple[str, str]]:
         return []
     from qserve.kernels.triton import support, target
 
-    missing, found = _triton_missing(), target.described(target.architecture()) if torch.cuda.is_available() else None
+    missing, found = triton_missing(), target.described(target.architecture()) if torch.cuda.is_available() else None
     listed = []
     for kernel in support.KERNELS:
         reason = missing
@@ -81,7 +81,7 @@ def triton_kernels() -> list[tuple[str, str]]:
 
 def configurations() -> list[str]:
     """The configurations by which this machine's GPU computes products, in lines."""
-    missing = _triton_missing()
+    missing = triton_missing()
     if missing is None and not torch.cuda.is_available():
         missing = "Triton's interpreter needs none"
     if missing is not None:
@@ -99,7 +99,7 @@ def require_autotune(executor: Executor) -> None:
     """Raise ``UsageError`` with the reason where ``executor`` has no configurations that could be timed."""
     reason = None
     if executor.name != "triton":
-        reason = f"the {executor.name} kernels have no configurations; {_triton_missing() or 'choose --kernels triton'}"
+        reason = f"the {executor.name} kernels have no configurations; {triton_missing() or 'choose --kernels triton'}"
     elif executor.placement.device.type != "cuda":
         reason = "kernels are timed on a GPU, and Triton's interpreter is not one"
     elif executor.batch_invariant:
@@ -165,7 +165,7 @@ def make(
     if cpus is not None and (on_device or name == "reference" or (name == "auto" and missing)):
         raise CapacityError("--cpu-list pins the threads of the native kernels, and they do not compute here")
     if on_device:
-        missing = _triton_missing()
+        missing = triton_missing()
         if missing:
             instead = "; --kernels native computes on the CPU" if name == "auto" else ""
             raise CapacityError(f"kernels {name!r} are not available: {missing}{instead}")

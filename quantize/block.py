@@ -41,7 +41,8 @@ class BlockResult:
 class BlockQuantizer:
     """``dtype`` is that of dense tensors in the checkpoint. A changed tensor is rounded to it at once, so that later
     blocks see what will be served. Weights of the linears ``as_stored`` do not change. ``outputs``: of the gradients by
-    the outputs of linears, where the method wants them."""
+    the outputs of linears, where the method wants them. Blocks are on ``device``; results are in the memory of the CPU.
+    """
 
     def __init__(
         self,
@@ -50,8 +51,9 @@ class BlockQuantizer:
         dtype: torch.dtype,
         as_stored: Collection[str] = (),
         outputs: Mapping[str, LayerStats] | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
-        self.spec, self.job, self.dtype, self.as_stored = spec, job, dtype, as_stored
+        self.spec, self.job, self.dtype, self.as_stored, self.device = spec, job, dtype, as_stored, device
         self.outputs = outputs or {}
         self._method = job.algorithm
         self._uses_text = job.text is not None and self._method.text != "unused"
@@ -61,6 +63,14 @@ class BlockQuantizer:
 
     def run(self, visit: Visit) -> BlockResult:
         """Quantize the block of ``visit``, which is left with the dequantized weights."""
+        with torch.device(self.device):  # of every tensor that is made meanwhile
+            made = self._run(visit)
+        host = torch.device("cpu")
+        made.packed = {name: weight.to(host) for name, weight in made.packed.items()}
+        made.dense = {name: tensor.to(host) for name, tensor in made.dense.items()}
+        return made
+
+    def _run(self, visit: Visit) -> BlockResult:
         self._visit, self._result = visit, BlockResult()
         self._original: dict[str, Tensor] = {}
         self._folds: dict[frozenset[str], Fold] = {}
@@ -237,9 +247,11 @@ def restore(name: str, block: nn.Module, linears: Mapping[str, nn.Linear], resul
     """Put ``result`` into the block ``name``, which then runs as it will be served."""
     for module, weight in result.packed.items():
         linear = linears[module]
-        linear.weight.data = weight.dequantize()
-        if weight.bias is not None:
-            linear.bias.data = weight.bias
-    own = {each.removeprefix(f"{name}."): tensor.to(torch.float32) for each, tensor in result.dense.items()}
+        here = weight.to(linear.weight.device)
+        linear.weight.data = here.dequantize()
+        if here.bias is not None:
+            linear.bias.data = here.bias
+    device = next(block.parameters()).device
+    own = {each.removeprefix(f"{name}."): tensor.to(device, torch.float32) for each, tensor in result.dense.items()}
     known = block.state_dict().keys()
     block.load_state_dict({k: v for k, v in own.items() if k in known}, strict=False, assign=True)

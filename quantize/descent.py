@@ -14,6 +14,7 @@ from qserve.checkpoint.grid import E2M1
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
 from qserve.quantize import fp4
+from qserve.quantize.passes import elements
 from qserve.quantize.scales import storable
 from qserve.quantize.sweep import sweep_with_torch
 from qserve.runtime import heap
@@ -59,7 +60,7 @@ def descend(
     coupled = couplings(hessian, diagonal, order) if coupled is None else coupled
     count = turns(weight.shape[1]) if count is None else count
     found, fitted = torch.empty(codes.shape, dtype=torch.uint8), scales.clone(memory_format=torch.contiguous_format)
-    for start in range(0, len(weight), rows := max(32, _WEIGHTS // weight.shape[1])):
+    for start in range(0, len(weight), rows := max(32, elements(weight, _WEIGHTS) // weight.shape[1])):
         part = slice(start, start + rows)
         own = None if zeros is None else zeros[part].contiguous()
         problem = _Problem(weight[part].contiguous(), own, scheme, hessian, diagonal, order, coupled)
@@ -112,7 +113,7 @@ class _Problem:
             columns = self.couplings[first:, first : first + _TILE].tril(-1)
             start[:, first : first + _TILE].addmm_(lost[:, first:], columns, alpha=-1.0)
         lost[:, self.order] = start  # back in the order of the checkpoint
-        if native.missing() is None:
+        if native.serves(lost):
             return rounding.sweep(
                 lost, self.couplings, self.order, scales, self.zeros, self.scheme, aims=self.weight
             )

@@ -91,8 +91,8 @@ def distill(
     with trainable(model, [weight.linear for weight in scaled.values()]):
         for step in range(steps):
             if len(order) < batch:
-                order += torch.randperm(len(windows), generator=generator).tolist()
-            chosen, order = torch.tensor(order[:batch]), order[batch:]
+                order += torch.randperm(len(windows), generator=generator, device="cpu").tolist()
+            chosen, order = torch.tensor(order[:batch], device=windows.device), order[batch:]
             if step < done:
                 continue
             _divergence(model, windows[chosen], targets[chosen]).backward()
@@ -139,15 +139,17 @@ class _Scaled:
 
     def states(self, name: str, optimizer: torch.optim.Adam) -> Iterator[tuple[str, Tensor]]:
         """What ``resume`` needs, under ``name``: the multiplier, and Adam's moments of its gradient once it had one."""
-        yield f"{name}.multiplier", self.multiplier
+        yield f"{name}.multiplier", self.multiplier.cpu()
         for part, tensor in optimizer.state[self.multiplier].items():
-            yield f"{name}.{part}", tensor
+            yield f"{name}.{part}", tensor.cpu()
 
     def resume(self, name: str, states: Mapping[str, Tensor], optimizer: torch.optim.Adam) -> None:
         self.multiplier.copy_(states[f"{name}.multiplier"])
         parts = ("step", "exp_avg", "exp_avg_sq")
+        found = {part: states[where] for part in parts if (where := f"{name}.{part}") in states}
+        # Adam counts its steps on the CPU.
         optimizer.state[self.multiplier] = {
-            part: states[where] for part in parts if (where := f"{name}.{part}") in states
+            part: state if part == "step" else state.to(self.multiplier.device) for part, state in found.items()
         }
         self.install()
 

@@ -14,7 +14,7 @@ from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.tokenizer import leading_tokens
 from qserve.quantize.block import BlockQuantizer
 from qserve.quantize.job import QuantizeJob
-from qserve.quantize.prepare import arrange
+from qserve.quantize.prepare import arrange, device_of
 
 
 def expected_seconds(source: ModelSource, job: QuantizeJob, token_ids: Sequence[int]) -> float:
@@ -22,8 +22,9 @@ def expected_seconds(source: ModelSource, job: QuantizeJob, token_ids: Sequence[
     calibration text. The result is thrown away."""
     leading = leading_tokens(source.tokenizer())
     windows = calibration_windows(token_ids, job.samples, job.sequence_length, job.seed, leading)
-    prepared = arrange(Skeleton(source), job, torch.float16)
-    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype, prepared.shapes.as_stored)
+    prepared = arrange(Skeleton(source, device_of(job)), job, torch.float16)
+    device = prepared.skeleton.device
+    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype, prepared.shapes.as_stored, device=device)
     at_once = prepared.forecast.samples_at_once
     began = time.perf_counter()
     walking = walk(prepared.skeleton, windows, samples_at_once=at_once, float_samples=job.float_samples)

@@ -48,5 +48,8 @@ FOLLOWING = Fitted(3.0, "a linear of 28,672 inputs")
 SWEEP = Fitted(2.0, "a linear of 28,672 inputs")
 DESCENT = Fitted(3.5, "linears of 576 and 1,536 inputs, two cores with AVX2")  # each turn of codes and scales
 INVERSE = Fitted(2 / 3, "a linear of 28,672 inputs")
+# Seconds for each weight that a GPU takes besides: kernels that are over before the next one is launched, and what the
+# host does.
+ON_A_GPU = Fitted(9e-9, "blocks in the shapes of Llama-3 8B and 70B, one H200")
 # The multiplications that trellis codes cost for one weight: the best path through 4,096 states, twice.
 TRELLIS = Fitted(65_000, "SmolLM2-135M-Instruct, two cores with AVX2")

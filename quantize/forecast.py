@@ -55,6 +55,8 @@ _ROUNDED_BYTES = 22
 _NEAREST_BYTES, _ZERO_BYTES = 13, 4
 # Code and buffers of libraries that are touched only when they compute: for a small model a tenth of all.
 _LIBRARY_BYTES = 128 << 20
+# The same of a GPU's libraries and of the context in which it computes.
+_GPU_LIBRARY_BYTES = 2 << 30
 # Bytes per squared input for a Hessian, its factor and the inversion: in float64, and in float32 for the widest, which
 # take one more where the float model is followed.
 _HESSIAN_BYTES, _WIDE_HESSIAN_BYTES, _WIDE = 22, 13, 8192
@@ -76,7 +78,8 @@ class Forecast:
     """Expected peak memory of the process (bytes), seconds until the checkpoint is written, and its size (bytes; the
     largest possible where mixed precision has yet to choose). Two choices keep the peak within the memory: how many
     samples go through a block together, and whether the best effort ends with the whole model in memory (``distills``).
-    ``kept_bytes``: the most disk space, besides the checkpoint's own parts, for going on after a kill."""
+    ``kept_bytes``: the most disk space, besides the checkpoint's own parts, for going on after a kill.
+    ``device_bytes``: the peak of a GPU's memory, which those choices then fit."""
 
     peak_bytes: int
     seconds: float
@@ -84,6 +87,7 @@ class Forecast:
     samples_at_once: int
     distills: bool = False
     kept_bytes: int = 0
+    device_bytes: int = 0
 
 
 def forecast(
@@ -96,8 +100,12 @@ def forecast(
     The whole batch goes through a block together if it fits, else as many samples as fit. ``offered`` is what mixed
     precision has yet to choose from, empty where all is decided.
     """
-    rss = psutil.Process().memory_info().rss
-    limit = rss + available_memory() if job.max_memory is None else job.max_memory
+    device, process = skeleton.device, psutil.Process().memory_info().rss
+    rss = process if device.type == "cpu" else 0
+    if device.type == "cpu":
+        limit = rss + available_memory() if job.max_memory is None else job.max_memory
+    else:
+        limit = _free_bytes(device)
     at_once = max(job.samples, 1)
     if job.offload:
         at_once = min(at_once, 8)
@@ -133,7 +141,7 @@ def forecast(
         products += _choosing_products(job, skeleton, offered)
         rounded += weights
     outputs = sum(out for out, _ in shapes.linears.values())
-    speed = _speed()
+    speed = _speed(device)
     passes = fitted.PASSES.value * outputs / weights
     seconds = products * (fitted.OVERHEAD.value / speed.products + passes / speed.passes)
     seconds += (job.algorithm.cost * rounded + _compensating_products(job, shapes)) / speed.float32
@@ -142,6 +150,8 @@ def forecast(
     seconds += fitted.SUPERBLOCK_SEARCH.value * sum(map(math.prod, searched)) / speed.float32
     if job.weights.grid is TRELLIS:
         seconds += fitted.TRELLIS.value * weights / speed.float32
+    if device.type != "cpu":
+        seconds += fitted.ON_A_GPU.value * weights
     if job.text == SELF:  # the model runs to write every second window
         peak = max(peak, rss + writing_bytes(skeleton.source, job.sequence_length))
         written = (job.samples + 1) // 2 * job.sequence_length
@@ -153,7 +163,14 @@ def forecast(
     kept *= 2  # the last, and the next one until that is safe
     if job.max_kl is not None:  # the parts of the attempt that passed, beside those of the one at hand
         kept = max(kept, 2 * stored)
-    return Forecast(peak, seconds, stored, at_once, distills, kept)
+    if device.type == "cpu":
+        return Forecast(peak, seconds, stored, at_once, distills, kept)
+    host = process + _GPU_LIBRARY_BYTES + _copying_bytes(skeleton) + skeleton.block_bytes() // 2
+    return Forecast(host, seconds, stored, at_once, distills, kept, device_bytes=peak)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _tuning_bytes(shapes: Shapes, spec: QuantSpec, offered: Offered) -> int:
@@ -338,10 +355,16 @@ def _forward_bytes(share: float, tokens: int, skeleton: Skeleton) -> int:
     return int(share * 2 * multiplied().itemsize * tokens * (outputs + 4 * skeleton.hidden_size))
 
 
-def require_memory(expected: Forecast, job: QuantizeJob) -> None:
-    """Raise ``CapacityError`` where the forecast exceeds the given limit, or the memory that this process can get."""
+def require_memory(expected: Forecast, job: QuantizeJob, device: torch.device) -> None:
+    """Raise ``CapacityError`` where the forecast exceeds the given limit, or the memory that this process can get, or
+    that of the ``device``."""
     used = psutil.Process().memory_info().rss
     limit = job.max_memory if job.max_memory is not None else used + available_memory()
+    if expected.device_bytes and expected.device_bytes > (free := _free_bytes(device)):
+        needed = f"about {expected.device_bytes / 2**20:,.0f} MiB of the GPU's memory are needed"
+        raise CapacityError(
+            f"{needed} and {free / 2**20:,.0f} MiB are free; lower --samples or --sequence-length, or use --device cpu"
+        )
     if expected.peak_bytes > limit:
         flag = "use --offload, or lower --samples or --sequence-length" if job.tokens else "free some memory"
         if job.text == SELF:
@@ -363,16 +386,24 @@ class _Speed:
 
 
 @cache
-def _speed() -> _Speed:
-    """The speed, measured once per process."""
-    rows, weight, out = torch.ones(4096, 1024), torch.ones(1024, 1024), torch.ones(4096, 1024)
+def _speed(device: torch.device) -> _Speed:
+    """The speed of ``device``, measured once per process."""
+    size = 1024 if device.type == "cpu" else 8192
+    with torch.device(device):
+        rows, weight, out = torch.ones(4096, size), torch.ones(size, size), torch.ones(4096, size)
+
+    def done() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def best(work: Callable[[], Tensor]) -> float:
         work()  # the first one starts threads
+        done()
         began, seconds = time.perf_counter(), math.inf
         while time.perf_counter() - began < _MEASURING:
             start = time.perf_counter()
             work()
+            done()
             seconds = min(seconds, time.perf_counter() - start)
         return seconds
 

@@ -11,6 +11,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import MXFP4, NVFP4, WeightScheme
 from qserve.kernels import native, rounding
 from qserve.kernels.reference import round_e2m1
+from qserve.quantize.passes import elements
 
 # Candidates of a scale, counted from the one that lays the largest weight of a group on 6, the largest number. Smaller
 # ones clip it; larger ones lay it on 4 or 3, between numbers that are nearer to each other (compare arXiv 2606.07618).
@@ -28,7 +29,7 @@ def nearest(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Quantiz
     float32 [in], and the nearest numbers. Groups must divide ``in``."""
     scales = search(weight, importance, scheme)
     codes = torch.empty(weight.shape, dtype=torch.uint8)
-    rows = max(1, _CHUNK // weight.shape[1])
+    rows = max(1, elements(weight, _CHUNK) // weight.shape[1])
     for part in (slice(start, start + rows) for start in range(0, len(weight), rows)):
         codes[part] = encode(weight[part] / scales[part].repeat_interleave(scheme.group_size, 1))
     return QuantizedWeight(scheme, codes, scales, global_scale=global_scale(scales, scheme))
@@ -53,10 +54,10 @@ def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
     first = grouped.abs().amax(1).div_(E2M1.largest).clamp_(min=_SMALLEST)
     shared = global_scale(first * _BEYOND, scheme)
     scales = torch.empty(len(grouped))
-    rows = max(1, _CHUNK // (width * len(importance))) * len(importance)
+    rows = max(1, elements(weight, _CHUNK) // (width * len(importance))) * len(importance)
     for part in (slice(start, start + rows) for start in range(0, len(grouped), rows)):
         candidates = _candidates(first[part], shared)
-        if native.missing() is None:
+        if native.serves(weight):
             scales[part] = rounding.choose_scales(grouped[part].contiguous(), importance, candidates)
         else:
             scales[part] = choose_with_torch(grouped[part], importance, candidates)

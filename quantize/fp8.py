@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from qserve.checkpoint.grid import E4M3
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import MXFP8, WeightScheme
+from qserve.quantize.passes import elements
 
 # Elements per pass of the search.
 _CHUNK = 1 << 20
@@ -63,7 +64,7 @@ def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> Tensor:
 
 
 def _parts(weight: Tensor) -> list[slice]:
-    rows = max(1, _CHUNK // weight.shape[1])
+    rows = max(1, elements(weight, _CHUNK) // weight.shape[1])
     return [slice(start, start + rows) for start in range(0, len(weight), rows)]
 
 

@@ -163,7 +163,7 @@ def rounded(inverse: Inverse, upper: Tensor, weight: Tensor, diagonal: Tensor, s
         return sweep_with_torch(weight, diagonal, scheme, inverse.order, upper)
     scales, zeros = rtn.group_scales(weight, diagonal, scheme)
     raised, whole = rtn.above_minima(weight, scales, zeros, scheme)
-    if native.missing() is None:
+    if native.serves(weight):
         codes = rounding.sweep(raised.contiguous(), upper, inverse.order, scales, whole, scheme)
     else:
         codes, _, _ = sweep_with_torch(raised, diagonal, scheme, inverse.order, upper, scales, whole)
@@ -248,7 +248,7 @@ def _cholesky(matrix: Tensor) -> bool:
     """The lower triangle of ``matrix`` becomes its Cholesky factor; False where it is not positive definite. It works
     by halves, so that all but the leaves are matrix products. The upper triangle is left as it was."""
     size = len(matrix)
-    if size <= _TILE:
+    if size <= _TILE or matrix.device.type != "cpu":  # a GPU's library does so itself
         lower, info = torch.linalg.cholesky_ex(matrix)
         matrix.copy_(lower)
         return int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all())
@@ -264,7 +264,7 @@ def _cholesky(matrix: Tensor) -> bool:
 def _invert_lower(matrix: Tensor) -> None:
     """The lower triangle of ``matrix`` becomes its inverse."""
     size = len(matrix)
-    if size <= _TILE:
+    if size <= _TILE or matrix.device.type != "cpu":
         identity = torch.eye(size, dtype=matrix.dtype)
         matrix.copy_(torch.linalg.solve_triangular(matrix, identity, upper=False))
         return

@@ -13,6 +13,7 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.threads import torch_threads
 from qserve.quantize import scales as scale_search
 from qserve.quantize.layer import LayerResult, output_error, quantized_weight
+from qserve.quantize.passes import elements
 
 P = 0.7
 """The power of the norm: below 1, so that one large error counts less than several small ones of the same sum."""
@@ -37,7 +38,7 @@ def quantize(weight: Tensor, stats: LayerStats | None, scheme: WeightScheme) -> 
     groups = weight.reshape(-1, scheme.group_width(inp))
     scales, zeros, codes = torch.empty(len(groups)), torch.empty(len(groups)), torch.empty_like(groups)
     with torch_threads(1):  # the operations are too small for two threads
-        for part in torch.arange(len(groups)).split(max(1, _CHUNK // groups.shape[1])):
+        for part in torch.arange(len(groups)).split(max(1, elements(groups, _CHUNK) // groups.shape[1])):
             rows = slice(int(part[0]), int(part[-1]) + 1)
             scales[rows], zeros[rows] = search(groups[rows], scheme)
             codes[rows] = scale_search.encode(groups[rows], scales[rows, None], zeros[rows, None], scheme.max_code)

@@ -58,6 +58,7 @@ class QuantizeJob:
     overwrite        replace a checkpoint at OUT
     offload          keep hidden states on disk
     max_memory       bytes this process may use, or None for what is free
+    device           of the computations: auto takes a GPU where there is one; cpu; cuda, or one of several (cuda:1)
     Raises ``UsageError`` for values that contradict each other.
     """
 
@@ -84,6 +85,7 @@ class QuantizeJob:
     overwrite: bool = False
     offload: bool = False
     max_memory: int | None = None
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -114,6 +116,7 @@ class QuantizeJob:
             ("--scheme", self.scheme, SCHEMES),
             ("--method", self.method, (None, *METHODS)),
             ("--effort", self.effort, ("fast", "normal", "best")),
+            ("--device", self.device.partition(":")[0], ("auto", "cpu", "cuda")),
             ("--kv-cache", self.kv_cache, (None, "int8", "fp8")),
             ("--kv-scales", self.kv_granularity, ("tensor", "head")),
             ("--head", self.head_bits, (0, 4, 5, 6, 8)),

@@ -7,6 +7,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +46,7 @@ from qserve.quantize.job import QuantizeJob
 from qserve.quantize.kv import recorded
 from qserve.quantize.layer import LayerReport
 from qserve.quantize.mixed.precision import Assignment, MixedPrecision
-from qserve.quantize.prepare import Preparation, arrange, check_blocks, narrow, prepare
+from qserve.quantize.prepare import Preparation, arrange, check_blocks, described, narrow, prepare
 from qserve.quantize.report import Progress, ProgressEvent, QuantizeReport
 from qserve.quantize.rest import write_rest
 from qserve.quantize.windows import given_windows, written_windows
@@ -98,7 +99,7 @@ def run(
         expected_bytes=expected.checkpoint_bytes,
         kept_bytes=expected.kept_bytes,
         format=prepared.format,
-        facts=_facts(source, job, windows, record),
+        facts=_facts(source, job, prepared.skeleton.device, windows, record),
     ) as writer:
         for other in writer.others():
             tell(ProgressEvent("prepare", 0, 1, message=f"note            {other}"))
@@ -149,7 +150,7 @@ def _prepare(
     """The preparation; the calibration windows and what they are, unless the model has yet to write them."""
     prepared = prepare(source, out, job)
     windows, record = given_windows(source, job)
-    require_memory(prepared.forecast, job)
+    require_memory(prepared.forecast, job, prepared.skeleton.device)
     return prepared, windows, record
 
 
@@ -248,7 +249,8 @@ def _quantize(
     outputs: dict[str, LayerStats] = {}
     if job.algorithm.outputs and windows is not None and len(finished) < len(skeleton.blocks):
         outputs = _gradients(prepared, windows, tell)
-    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype, prepared.shapes.as_stored, outputs)
+    stored, device = prepared.shapes.as_stored, skeleton.device
+    quantizer = BlockQuantizer(prepared.spec, job, prepared.dtype, stored, outputs, device)
     reports: list[LayerReport] = []
     written: set[str] = set()
     tell(ProgressEvent("quantize", 0, len(skeleton.blocks), prepared.forecast.seconds))
@@ -262,22 +264,31 @@ def _quantize(
     if len(finished) == len(skeleton.blocks) and not wants_head:
         windows = None  # nothing is left that needs them
     walking = walk(skeleton, windows, samples_at_once=at_once, float_samples=job.float_samples, offload=offload)
-    for visit in walking:
-        if visit.name in finished:
-            result = _stored(visit.name, prepared, writer)
-            if visit.inputs is not None:
-                restore(visit.name, visit.block, visit.linears, result)
-            start, first = time.perf_counter(), visit.index + 1
-        else:
-            result = quantizer.run(visit)
-            _commit(visit, result, {"samples_at_once": at_once, "distills": distills}, prepared, writer)
-        reports += result.reports
-        written |= result.dense.keys()
-        del result  # frees a block of codes before the next one is made
-        done = visit.index + 1
-        if done > first:
-            remaining = (time.perf_counter() - start) / (done - first) * (visit.total - done)
-            tell(ProgressEvent("quantize", done, visit.total, remaining))
+    decided = {"samples_at_once": at_once, "distills": distills}
+    with ThreadPoolExecutor(1) as writing:  # while a GPU computes the next block
+        committed: Future[None] | None = None
+        for visit in walking:
+            if visit.name in finished:
+                result = _stored(visit.name, prepared, writer)
+                if visit.inputs is not None:
+                    restore(visit.name, visit.block, visit.linears, result)
+                start, first = time.perf_counter(), visit.index + 1
+            else:
+                result = quantizer.run(visit)
+                if committed is not None:
+                    committed.result()
+                committed = writing.submit(_commit, visit, result, decided, prepared, writer)
+                if device.type == "cpu":
+                    committed.result()
+            reports += result.reports
+            written |= result.dense.keys()
+            del result  # frees a block of codes before the next one is made
+            done = visit.index + 1
+            if done > first:
+                remaining = (time.perf_counter() - start) / (done - first) * (visit.total - done)
+                tell(ProgressEvent("quantize", done, visit.total, remaining))
+        if committed is not None:
+            committed.result()
     if wants_head:
         assert visit.inputs is not None  # now the last block's outputs
         writer.commit(_HEAD, {"importance": head_importance(skeleton, visit.inputs).tolist()})
@@ -286,13 +297,13 @@ def _quantize(
 
 def _gradients(prepared: Preparation, windows: Tensor, tell: Progress) -> dict[str, LayerStats]:
     """Of the float model by the outputs of its linears; a run that resumes computes them again."""
-    skeleton = Skeleton(prepared.skeleton.source)  # the walk needs one that is empty
+    skeleton = Skeleton(prepared.skeleton.source, prepared.skeleton.device)  # the walk needs one that is empty
     model, linears = skeleton.load_all(), dict[str, nn.Linear]()
     for index in range(len(skeleton.blocks)):
         own = skeleton.linears(index).items()
         linears |= {name: each for name, each in own if yaqa.couples(each.out_features, each.in_features)}
     count = min(len(windows), yaqa.SAMPLES)
-    chosen = windows[torch.arange(count) * len(windows) // count]
+    chosen = windows[torch.arange(count) * len(windows) // count].to(skeleton.device)
     started = time.perf_counter()
 
     def progress(done: int, total: int) -> None:
@@ -300,7 +311,8 @@ def _gradients(prepared: Preparation, windows: Tensor, tell: Progress) -> dict[s
         tell(ProgressEvent("gradients", done, total, remaining))
 
     tell(ProgressEvent("gradients", 0, count))
-    found = output_gradients(model, linears, chosen, seed=prepared.job.seed, progress=progress)
+    with torch.device(skeleton.device):
+        found = output_gradients(model, linears, chosen, seed=prepared.job.seed, progress=progress)
     del model, linears, skeleton
     heap.release()
     return found
@@ -344,8 +356,9 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
     """Tune the scales of all blocks again, for the predictions of the whole model. Returns a line about it."""
     if _SCALES not in writer.committed():
         tell(ProgressEvent("distill", 0, distill.STEPS))
-        skeleton = Skeleton(prepared.skeleton.source)  # the walk has taken the other one apart
-        model = skeleton.load_all()
+        device = prepared.skeleton.device
+        skeleton = Skeleton(prepared.skeleton.source, device)  # the walk has taken the other one apart
+        model, windows = skeleton.load_all(), windows.to(device)
         targets = distill.head_inputs(model, windows)  # computed again in a run that resumes, like hidden states
         linears: dict[str, nn.Linear] = {}
         packed: dict[str, QuantizedWeight] = {}
@@ -353,7 +366,7 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
             result = _stored(name, prepared, writer)
             restore(name, skeleton.block(index), skeleton.linears(index), result)
             linears |= skeleton.linears(index)
-            packed |= result.packed
+            packed |= {module: weight.to(device) for module, weight in result.packed.items()}
         started, kept = time.perf_counter(), writer.kept(_SCALES)
         first = 0 if kept is None else kept.extra["steps"]
 
@@ -374,8 +387,9 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
             # About as often as a block was finished, which took ``ITERATIONS`` steps through that block alone.
             keep_every=max(1, signround.ITERATIONS // len(skeleton.blocks)),
         )
+        host = torch.device("cpu")
         for module, weight in tuned.weights.items():
-            writer.replace_linear(module, packed[module], weight)
+            writer.replace_linear(module, packed[module].to(host), weight.to(host))
         if prepared.spec.kv_cache is not None:
             for name, numbers in _kv_numbers(skeleton, windows, prepared.spec.kv_cache).items():
                 writer.put(name, numbers, replace=True)
@@ -399,17 +413,21 @@ def _kv_numbers(skeleton: Skeleton, windows: Tensor, scheme: KVScheme) -> dict[s
             skeleton.model.base_model(input_ids=part, use_cache=False)
     found: dict[str, Tensor] = {}
     for name, recorder in zip(skeleton.blocks, recorders, strict=True):
-        found |= recorded(recorder, name, scheme)
+        found |= {part: numbers.cpu() for part, numbers in recorded(recorder, name, scheme).items()}
     return found
 
 
 def _facts(
-    source: ModelSource, job: QuantizeJob, windows: Tensor | None, record: CalibrationRecord | None
+    source: ModelSource,
+    job: QuantizeJob,
+    device: torch.device,
+    windows: Tensor | None,
+    record: CalibrationRecord | None,
 ) -> dict[str, str]:
     """Everything that the numbers of the result depend on. Loaders can only refuse a uniform scheme, but they decide
     what mixed precision chooses from, and the format. A run with another limit goes on from the last attempt."""
     options = dataclasses.asdict(job)
-    for unrelated in ("overwrite", "max_memory", "offload", *(() if job.mixed else ("loaders",))):
+    for unrelated in ("overwrite", "max_memory", "offload", "device", *(() if job.mixed else ("loaders",))):
         del options[unrelated]
     options |= {"loaders": sorted(job.loaders)} if job.mixed else {}
     options["max_kl"] = job.max_kl is not None
@@ -421,6 +439,7 @@ def _facts(
         "text": str(record and record.data_sha256),
         "calibration tokens": "" if windows is None else hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
         "kernels": native.missing() or native.best_isa(),
+        "device": described(device),
         "threads": str(torch.get_num_threads()),
     }
 

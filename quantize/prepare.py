@@ -26,6 +26,7 @@ from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.stacked_experts import one_by_one
 from qserve.checkpoint.unpacked import Unpacked, is_in
+from qserve.kernels.registry import triton_missing
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
 from qserve.quantize.gguf_recipes import Recipe, schemes_of
 from qserve.quantize.job import QuantizeJob
@@ -64,11 +65,15 @@ class Preparation:
         kv = self.spec.kv_cache
         cache = f"; KV cache {kv.dtype} per {kv.granularity}" if kv else ""
         found = self.forecast
+        memory = f"{found.peak_bytes / 2**20:,.0f} MiB of memory"
+        if found.device_bytes:
+            memory += f" and {found.device_bytes / 2**20:,.0f} MiB of the GPU's"
         return [
             f"method          {self.spec.method}, {self.job.tokens:,} calibration tokens",
             "weights         " + ", ".join(f"{count} x {name}" for name, count in schemes.items()) + inputs + cache,
             f"format          {self.format.name}",
-            f"expecting       {_duration(found.seconds)}, {found.peak_bytes / 2**20:,.0f} MiB of memory "
+            *([] if self.skeleton.device.type == "cpu" else [f"device          {described(self.skeleton.device)}"]),
+            f"expecting       {_duration(found.seconds)}, {memory} "
             f"({found.samples_at_once} samples at once), a checkpoint of {'at most ' if self.offered else ''}"
             f"{found.checkpoint_bytes / 2**20:,.1f} MiB",
             *(f"note            {notice}" for notice in self.notices),
@@ -112,11 +117,28 @@ def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
             f"--sequence-length {job.sequence_length} exceeds the {longest} positions that {source.name} knows"
         )
     source.tokenizer()  # a checkpoint without one could not be served
-    skeleton = Skeleton(source)
+    skeleton = Skeleton(source, device_of(job))
     dtype = torch.bfloat16 if source.dtype() == torch.bfloat16 else torch.float16
     prepared = arrange(skeleton, job, dtype)
     _check_rest(source, skeleton, dtype)
     return prepared
+
+
+def device_of(job: QuantizeJob) -> torch.device:
+    """Where ``job`` computes. Mixed precision is measured on the CPU. Raises ``UsageError`` for a GPU that is missing
+    or too old for the Triton kernels."""
+    gpus = torch.cuda.device_count()
+    missing = triton_missing() if gpus else "torch sees no GPU here"
+    if job.device == "cpu" or (job.device == "auto" and (job.mixed or missing)):
+        return torch.device("cpu")
+    if job.mixed:
+        raise UsageError("mixed precision is measured on the CPU: leave out --device, or --target-bits and --minimize")
+    number = job.device.partition(":")[2] or "0"
+    if missing is None and not (number.isdecimal() and int(number) < gpus):
+        missing = f"the GPUs that torch sees are cuda:0 to cuda:{gpus - 1}"
+    if missing is not None:
+        raise UsageError(f"--device {job.device}: {missing}; leave it out to take what there is")
+    return torch.device("cuda", int(number))
 
 
 def arrange(
@@ -272,3 +294,8 @@ def _require_finite(name: str, tensor: torch.Tensor) -> None:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+
+
+def described(device: torch.device) -> str:
+    """``cpu``, or a GPU with its model, as ``cuda:0 (NVIDIA H200)``."""
+    return str(device) if device.type != "cuda" else f"{device} ({torch.cuda.get_device_name(device)})"

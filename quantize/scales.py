@@ -11,6 +11,7 @@ from torch import Tensor
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
 from qserve.kernels.threads import torch_threads
+from qserve.quantize.passes import elements
 
 # Elements per pass of the search: its few buffers then stay in the second-level cache.
 _CHUNK = 1 << 16
@@ -48,7 +49,7 @@ def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Te
     importance = importance.reshape(-1, weight.shape[1])
     # For a group whose inputs were never seen any value is as good, so the plain error decides.
     importance = torch.where(importance.amax(dim=1, keepdim=True) > 0, importance, 1.0)
-    if native.missing() is None:
+    if native.serves(weight):
         ranges = _ranges(scheme) if zeros is None else _shares(scheme)
         rounding.search_scales(
             weight.contiguous(), importance.contiguous(), scales, zeros, ranges,
@@ -72,7 +73,7 @@ def search_with_torch(
 ) -> tuple[Tensor, Tensor | None]:
     """The reference for the C kernel, also used by installs without it: improves ``scales`` and ``zeros``."""
     period, width = importance.shape
-    rows = max(1, _CHUNK // (width * period)) * period
+    rows = max(1, elements(weight, _CHUNK) // (width * period)) * period
     with torch_threads(1):  # the operations are too small for two threads
         for start in range(0, weight.shape[0], rows):
             part = slice(start, start + rows)

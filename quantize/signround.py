@@ -76,7 +76,7 @@ def tune(
         order: list[int] = []
         for step in range(iterations):
             if len(order) < batch:
-                order += torch.randperm(len(inputs), generator=generator).tolist()
+                order += torch.randperm(len(inputs), generator=generator, device="cpu").tolist()
             chosen, order = order[:batch], order[batch:]
             objective.loss(torch.tensor(chosen)).backward()
             rate = _TRAVEL * 2 * (1 - step / iterations) / (iterations + 1)  # falls linearly, adds up to the travel

@@ -17,6 +17,7 @@ from torch import Tensor
 from qserve.checkpoint.spec import SUPERBLOCK, WeightScheme
 from qserve.kernels.threads import torch_threads
 from qserve.quantize import scales as scale_search
+from qserve.quantize.passes import elements
 
 # Weights per pass: its few buffers then stay in the second-level cache.
 _CHUNK = 1 << 16
@@ -41,8 +42,8 @@ def search(weight: Tensor, importance: Tensor, scheme: WeightScheme) -> tuple[Te
     # For a group whose inputs were never seen any value is as good, so the plain error decides.
     importance = torch.where(importance.amax(1, keepdim=True) > 0, importance, 1.0)
     with torch_threads(1):  # the operations are too small for two threads
-        for start in range(0, out, max(1, _CHUNK // inp)):
-            rows = slice(start, start + max(1, _CHUNK // inp))
+        for start in range(0, out, count := max(1, elements(weight, _CHUNK) // inp)):
+            rows = slice(start, start + count)
             part = weight[rows].reshape(-1, groups, inp // groups)
             found = _Groups(part, importance, scheme).search()
             scales[rows], minima[rows] = found

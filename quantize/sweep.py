@@ -1,11 +1,16 @@
-"""One pass over the inputs of a weight that rounds them one by one: the reference for ``kernels.rounding.sweep``."""
+"""One pass over the inputs of a weight that rounds them one by one: the reference for ``kernels.rounding.sweep``, and
+what a GPU runs, whose kernel takes a few inputs at a time."""
 
 from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from qserve.checkpoint.grid import E2M1, E4M3
+from qserve.checkpoint.grid import AFFINE, E2M1, E4M3, INTEGERS
 from qserve.checkpoint.spec import WeightScheme
 from qserve.quantize import fp4
 from qserve.quantize import scales as scale_search
@@ -24,13 +29,19 @@ def sweep_with_torch(
     zeros: Tensor | None = None,
     aims: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The reference for ``rounding.sweep``, also used by installs without it, for e4m3, and for scales that are not
-    fixed beforehand (None). Returns codes, scales and zeros."""
-    sweep = _Sweep(weight, diagonal, scheme, order.tolist(), upper, scales, zeros, aims)
+    """The reference for ``rounding.sweep``, also used on GPUs, by installs without it, for e4m3, and for scales that
+    are not fixed beforehand (None). Returns codes, scales and zeros."""
+    sweep = _Sweep(weight, diagonal, scheme, order, upper, scales, zeros, aims)
     sweep.run(0, weight.shape[1])
     codes = torch.empty_like(sweep.codes)
     codes[order] = sweep.codes
     return codes.t(), sweep.scales.t(), None if sweep.zeros is None else sweep.zeros.t()
+
+
+@cache
+def _kernel() -> ModuleType:
+    """The kernel of a GPU. Triton is imported where there is one."""
+    return import_module("qserve.kernels.triton.sweep")
 
 
 class _Sweep:
@@ -41,7 +52,7 @@ class _Sweep:
         weight: Tensor,
         diagonal: Tensor,
         scheme: WeightScheme,
-        order: list[int],
+        order: Tensor,
         upper: Tensor,
         scales: Tensor | None,
         zeros: Tensor | None,
@@ -50,14 +61,16 @@ class _Sweep:
         out, inp = weight.shape
         self.scheme, self.upper = scheme, upper
         self.width = scheme.group_width(inp)
-        self.group = [column // self.width for column in order]
+        self.groups = (order // self.width).int()
+        self.group = self.groups.tolist()
         self.left = weight.t()[order].contiguous()  # weights not yet rounded, with earlier errors made up for
-        self.aims = self.left if aims is None else aims.t()[order]
+        self.aims = self.left if aims is None else aims.t()[order].contiguous()
         self.error = torch.empty_like(self.left)
         self.codes = torch.empty(inp, out, dtype=torch.uint8)
         self.importance = diagonal
         self.fixed_scales = scales is not None
         self.inverse = (1.0 / upper.diagonal()).tolist()
+        self.on_gpu = weight.is_cuda and scheme.grid in (INTEGERS, AFFINE, E2M1)
         if scales is not None:
             self.scales, self.zeros = scales.t().contiguous(), None if zeros is None else zeros.t().contiguous()
         else:
@@ -76,7 +89,7 @@ class _Sweep:
         applies its error to the second half; then the second half."""
         size = stop - start
         # Halves are whole groups where possible, so that a group's scales see every earlier error.
-        unit = self.width if size > self.width else _LEAF
+        unit = self.width if size > self.width else _kernel().COLUMNS if self.on_gpu else _LEAF
         if not self.fixed_scales and size == self.width:
             self._choose_scales(start // self.width, self.left[start : start + self.width].t())
         if size <= unit:
@@ -90,6 +103,14 @@ class _Sweep:
         self.run(middle, stop)
 
     def _leaf(self, start: int, stop: int) -> None:
+        if self.on_gpu:
+            aims = None if self.aims is self.left else self.aims
+            _kernel().round_columns(
+                self.left, aims, self.error, self.codes, self.upper, self.scales, self.zeros, self.groups,
+                range(start, stop), zero=self.scheme.zero, max_code=self.scheme.max_code,
+                e2m1=self.scheme.grid is E2M1,
+            )  # fmt: skip
+            return
         for row in range(start, stop):
             left, group = self.left[row], self.group[row]
             rounded = self._round(row, left, group)

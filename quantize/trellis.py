@@ -62,8 +62,12 @@ def sweep(
     """GPTQ's pass over the inputs of ``weight`` float32 [out, in] in ``order``, ``upper`` being the factor of the
     Hessian's inverse in that order; None where no input makes up for another."""
     contiguous = weight.contiguous(), scales.contiguous()
-    if native.missing() is None:
-        symbols = rounding.trellis_sweep(contiguous[0], upper, order, contiguous[1], scheme.bits)
+    if native.missing() is None:  # a GPU has no kernel for it
+        factor = None if upper is None else upper.cpu()
+        steps, places, own = contiguous[0].cpu(), order.cpu(), contiguous[1].cpu()
+        with torch.device("cpu"):
+            symbols = rounding.trellis_sweep(steps, factor, places, own, scheme.bits)
+        symbols = symbols.to(weight.device)
     else:
         symbols = sweep_with_torch(*contiguous, upper, order, scheme)
     return PackedTrellis.of_symbols(symbols, scheme.bits, len(weight))

@@ -25,6 +25,7 @@ from qserve.commands.quantize_options import (
     Bits,
     Calibration,
     CheckpointFormat,
+    Device,
     DryRun,
     Effort,
     EmbeddingBits,
@@ -85,6 +86,7 @@ def quantize(
     seed: Seed = _JOB.seed,
     overwrite: Overwrite = _JOB.overwrite,
     lora: Lora = None,
+    device: Device = _JOB.device,
     offload: Offload = _JOB.offload,
     max_memory: MaxMemory = None,
     dry_run: DryRun = False,
@@ -132,6 +134,7 @@ def quantize(
         format=format,
         loaders=names(loaders),
         overwrite=overwrite,
+        device=device,
         offload=offload,
         max_memory=byte_count(max_memory),
     )

@@ -133,6 +133,13 @@ Lora = Annotated[
     Path | None,
     typer.Option(help="A LoRA adapter (PEFT's directory) that is merged into MODEL first.", metavar="PATH"),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Where to compute: auto takes a GPU where there is one; cpu; cuda, or one of several (cuda:1). Results "
+        "agree to rounding. Mixed precision is measured on the CPU."
+    ),
+]
 Offload = Annotated[bool, typer.Option(help="Keep hidden states on disk, few of them in memory.")]
 MaxMemory = Annotated[
     str | None, typer.Option(help="Plan with this much memory, as 16GiB. [default: what is free]", metavar="SIZE")

@@ -160,7 +160,7 @@ def test_a_scale_moved_into_the_norm_changes_nothing(saved, windows, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_drift_compares_with_the_float_model(saved, windows, way, monkeypatch):
     """Plain copies of the model, one of them quantized as the walk goes, give the same moments."""
-    monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
+    monkeypatch.setattr(products, "multiplied", lambda device=None: torch.float32)
     path, model = saved
     drifts = {}
 
@@ -191,7 +191,7 @@ def test_drift_compares_with_the_float_model(saved, windows, way, monkeypatch):
 
 @pytest.mark.parametrize("way", ["whole", "workers"])
 def test_where_every_sample_is_followed_outputs_say_how_far_inputs_drifted(saved, windows, way, monkeypatch):
-    monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
+    monkeypatch.setattr(products, "multiplied", lambda device=None: torch.float32)
 
     def walked(by_outputs):
         found = {}

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="there are no C k
 @pytest.fixture(params=KINDS)
 def rounds(request, monkeypatch):
     """Whether products are in bfloat16."""
-    monkeypatch.setattr(products, "multiplied", lambda: getattr(torch, request.param))
+    monkeypatch.setattr(products, "multiplied", lambda device=None: getattr(torch, request.param))
     return request.param == "bfloat16"
 
 

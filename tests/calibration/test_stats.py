@@ -12,7 +12,7 @@ if products.multiplied() == torch.bfloat16:
 @pytest.fixture(params=KINDS, ids=str)
 def fast(request, monkeypatch):
     """Whether moments are computed in bfloat16."""
-    monkeypatch.setattr(products, "multiplied", lambda: request.param)
+    monkeypatch.setattr(products, "multiplied", lambda device=None: request.param)
     return request.param == torch.bfloat16
 
 
@@ -55,7 +55,7 @@ def test_finite_notices_a_single_bad_input(bad, hessian, fast):
 
 
 def test_divided_statistics_are_those_of_the_divided_input(monkeypatch) -> None:
-    monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
+    monkeypatch.setattr(products, "multiplied", lambda device=None: torch.float32)
     inputs, scale = torch.randn(300, 24), torch.rand(24) + 0.5
     stats, direct = LayerStats(24, sample_rows=40), LayerStats(24, sample_rows=40)
     for part in inputs.split(100):

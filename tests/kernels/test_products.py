@@ -21,7 +21,7 @@ def kind(request, monkeypatch):
     """What multiplies: an ISA in float32, or the best one in bfloat16."""
     if request.param != "bfloat16":
         monkeypatch.setattr(native, "best_isa", lambda: request.param)
-        monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
+        monkeypatch.setattr(products, "multiplied", lambda device=None: torch.float32)
     return request.param
 
 
@@ -107,7 +107,7 @@ def test_linears_are_those_of_torch_and_rows_are_independent(rows, inputs, outpu
 
 
 def test_without_the_library_torch_multiplies(monkeypatch) -> None:
-    monkeypatch.setattr(products, "multiplied", lambda: torch.float32)
+    monkeypatch.setattr(products, "multiplied", lambda device=None: torch.float32)
     rows, left, weight = torch.randn(300, 70), torch.randn(300, 9), torch.randn(5, 70)
     q, k = torch.randn(2, 4, 19, 32), torch.randn(2, 2, 19, 32)
 

@@ -243,7 +243,7 @@ def test_the_forecast_knows_what_the_format_stores(options, wide, tmp_path):
 
 def test_what_mixed_precision_may_come_to_is_known_before_it_chooses(llama, tmp_path, monkeypatch):
     source, out = HFDirectory(llama), tmp_path / "out"
-    monkeypatch.setattr(forecast, "_speed", lambda: forecast._Speed(1.0, 1.0, 1.0))
+    monkeypatch.setattr(forecast, "_speed", lambda device: forecast._Speed(1.0, 1.0, 1.0))
 
     def expected(**options):
         return pipeline.check(source, out, QuantizeJob(**{**SMALL, **options})).forecast

@@ -128,7 +128,7 @@ def test_other_candidates_are_predicted_in_proportion(llama):
 @pytest.mark.usefixtures("gptq_alone")
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_with_error_compensation_what_gptq_costs_is_measured(model, request, monkeypatch):
-    monkeypatch.setattr("qserve.kernels.products.multiplied", lambda: torch.float32)
+    monkeypatch.setattr("qserve.kernels.products.multiplied", lambda device=None: torch.float32)
     path = request.getfixturevalue(model)
     skeleton = Skeleton(HFDirectory(path))
     text = torch.cat([windows(), torch.randint(0, 256, (9, 24), generator=torch.Generator().manual_seed(2))])
@@ -147,7 +147,7 @@ def test_with_error_compensation_what_gptq_costs_is_measured(model, request, mon
 @pytest.mark.usefixtures("gptq_alone")
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_where_the_float_model_is_followed_the_linears_behind_make_up_for_it(model, request, monkeypatch):
-    monkeypatch.setattr("qserve.kernels.products.multiplied", lambda: torch.float32)
+    monkeypatch.setattr("qserve.kernels.products.multiplied", lambda device=None: torch.float32)
     monkeypatch.setattr(fitted, "EVENING", Fitted(1.0, "nothing"))
     monkeypatch.setattr(fitted, "ALL_AT_ONCE", Fitted(1.0, "nothing"))
     path = request.getfixturevalue(model)

@@ -1,0 +1,131 @@
+"""Quantizing on another device than the CPU: on one that pretends here, on a GPU where there is one (``-m gpu``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qserve.calibration.text import Text, load_text
+from qserve.checkpoint.errors import CapacityError, UsageError
+from qserve.checkpoint.hf import HFDirectory
+from qserve.kernels import native
+from qserve.quantize import forecast, pipeline, prepare, windows
+from qserve.quantize.job import QuantizeJob
+from qserve.quantize.report import QuantizeReport
+from tests.pretend_device import pretended
+from tests.tiny_model import save_tiny_model
+
+# Without gradients, which the device that pretends has none of.
+JOBS: dict[str, dict[str, Any]] = {
+    "gptq": dict(),
+    "in the order of the inputs, from disk": dict(effort="fast", act_order=False, offload=True),
+    "awq asymmetric": dict(method="awq", symmetric=False),
+    "a head and a cache": dict(head_bits=8, kv_cache="int8", kv_granularity="head"),
+    "fp8 by gptq": dict(scheme="fp8-static", method="gptq"),
+    "nvfp4": dict(scheme="nvfp4"),
+    "w8a8": dict(scheme="w8a8"),
+    "hqq": dict(method="hqq", symmetric=False),
+    "without text": dict(method="rtn", calibration=None),
+}
+SLOW = "awq asymmetric", "nvfp4", "w8a8"
+LEARNED: dict[str, dict[str, Any]] = {"yaqa": dict(method="yaqa"), "best": dict(effort="best")}
+TRELLIS: dict[str, dict[str, Any]] = {"trellis": dict(scheme="trellis")}
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HFDirectory:
+    def shortened(name: str, split: Any) -> Text:
+        text = load_text(name, split)
+        return dataclasses.replace(text, text=text.text[:20_000])
+
+    monkeypatch.setattr(windows, "load_text", shortened)
+    if not torch.cuda.is_available():  # matrices that tell a GPU's speed take a CPU minutes
+        monkeypatch.setattr(forecast, "_speed", lambda device: forecast._Speed(1e12, 1e12, 1e12))
+    return HFDirectory(save_tiny_model(tmp_path / "model", width=32, layers=2))
+
+
+def quantized(source: HFDirectory, out: Path, options: dict[str, Any], device: str = "cpu") -> QuantizeReport:
+    job: dict[str, Any] = dict(samples=4, sequence_length=32, group_size=32, calibration="builtin", device=device)
+    return pipeline.run(source, out, QuantizeJob(**job | options))
+
+
+def compare(found: QuantizeReport, expected: QuantizeReport, folders: tuple[Path, Path], *, within: float) -> None:
+    """The same choices, errors that differ by chance alone, and weights that stand for nearly the same numbers."""
+    for one, other in zip(found.layers, expected.layers, strict=True):
+        assert (one.module, one.scheme, one.fallback) == (other.module, other.scheme, other.fallback)
+        assert one.error == pytest.approx(other.error, rel=0.2, abs=1e-4), one.module
+    here, there = (HFDirectory(folder) for folder in folders)
+    # A scale that moves between layers changes their weights and not what the model computes.
+    for name in () if "awq" in found.spec.method or "smooth" in found.spec.method else here.linears():
+        ours, theirs = here.linear(name).dequantize(), there.linear(name).dequantize()
+        assert float((ours - theirs).norm() / theirs.norm()) < within, name
+
+
+@pytest.mark.parametrize("options", [
+    pytest.param(options, marks=pytest.mark.slow) if name in SLOW else options for name, options in JOBS.items()
+], ids=JOBS)  # fmt: skip
+def test_tensors_move_as_they_must(
+    options: dict[str, Any], source: HFDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "missing", lambda: "as on a GPU, torch computes")
+    expected = quantized(source, tmp_path / "cpu", options)
+    with pretended(monkeypatch) as device:
+        monkeypatch.setattr(prepare, "device_of", lambda job: device)
+        monkeypatch.setattr(forecast, "_free_bytes", lambda device: 1 << 34)
+        found = quantized(source, tmp_path / "there", options)
+    assert found.forecast.device_bytes > 0 and expected.forecast.device_bytes == 0
+    compare(found, expected, (tmp_path / "there", tmp_path / "cpu"), within=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", (every := JOBS | LEARNED | TRELLIS).values(), ids=every)
+def test_a_gpu_gives_the_same(options: dict[str, Any], source: HFDirectory, tmp_path: Path) -> None:
+    expected = quantized(source, tmp_path / "cpu", options)
+    found = quantized(source, tmp_path / "gpu", options, "cuda")
+    # Two ways to round to 4 bits, in blocks that were given the inputs of another rounding. Others would be 1.4 apart.
+    compare(found, expected, (tmp_path / "gpu", tmp_path / "cpu"), within=0.3)
+
+
+@pytest.mark.parametrize("gpus, device, said", [
+    (0, "cuda", "torch sees no GPU here"),
+    (2, "cuda:2", "cuda:0 to cuda:1"),
+    (2, "cuda:x", "cuda:0 to cuda:1"),
+])  # fmt: skip
+def test_a_gpu_that_is_not_there_is_refused(
+    gpus: int, device: str, said: str, source: HFDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(prepare, "triton_missing", lambda: None)
+    with pytest.raises(UsageError, match=f"--device {device}: .*{said}.*leave it out"):
+        quantized(source, tmp_path / "out", {}, device)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_device_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(prepare, "triton_missing", lambda: None)
+    chosen = {name: str(prepare.device_of(QuantizeJob(device=name))) for name in ("auto", "cpu", "cuda", "cuda:1")}
+    assert chosen == {"auto": "cuda:0", "cpu": "cpu", "cuda": "cuda:0", "cuda:1": "cuda:1"}
+    assert prepare.device_of(QuantizeJob(target_bits=4.5)).type == "cpu"
+    monkeypatch.setattr(prepare, "triton_missing", lambda: "the GPU has compute capability 6.1")
+    assert prepare.device_of(QuantizeJob()).type == "cpu"
+    with pytest.raises(UsageError, match="--device cuda: the GPU has compute capability 6"):
+        prepare.device_of(QuantizeJob(device="cuda"))
+    with pytest.raises(UsageError, match="mixed precision is measured on the CPU"):
+        prepare.device_of(QuantizeJob(target_bits=4.5, device="cuda"))
+    with pytest.raises(UsageError, match="--device must be one of auto, cpu, cuda, not"):
+        QuantizeJob(device="tpu")
+
+
+def test_a_job_that_a_gpu_has_no_room_for_is_refused(
+    source: HFDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended(monkeypatch) as device:
+        monkeypatch.setattr(prepare, "device_of", lambda job: device)
+        monkeypatch.setattr(forecast, "_free_bytes", lambda device: 1 << 16)
+        with pytest.raises(CapacityError, match="MiB of the GPU's memory are needed and 0 MiB are free"):
+            quantized(source, tmp_path / "out", {})
