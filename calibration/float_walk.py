@@ -29,15 +29,16 @@ class FloatWalk:
     ) -> None:
         samples, length = windows.shape
         self._skeleton, self._hessian = skeleton, hessian
-        self._inputs = Activations(samples, length, skeleton.hidden_size, offload)
-        self._outputs = Activations(samples, length, skeleton.hidden_size, offload)
+        shape = samples, length, skeleton.hidden_size
+        self._inputs = Activations(*shape, offload, skeleton.device)
+        self._outputs = Activations(*shape, offload, skeleton.device)
         self._calls, self._few = skeleton.stem(windows, _FEW, self._outputs)
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """(name, float32 [samples, length, width]) a few samples at a time: the inputs of the block after the one
         entered last."""
         for start in range(0, self._outputs.shape[0], _AT_ONCE):
-            yield f"float.{start}", self._outputs.read(start, start + _AT_ONCE)
+            yield f"float.{start}", self._outputs.read(start, start + _AT_ONCE).cpu()
 
     def resume(self, kept: Part) -> None:
         """Go on with the block whose inputs are in ``kept``, the ``states`` of an earlier walk."""
@@ -54,7 +55,8 @@ class FloatWalk:
         stats: dict[str, LayerStats] = {}
 
         def before(name: str, inputs: Tensor) -> None:
-            stats.setdefault(name, LayerStats(inputs.shape[-1], hessian=self._hessian)).update(inputs)
+            with torch.device(inputs.device):
+                stats.setdefault(name, LayerStats(inputs.shape[-1], hessian=self._hessian)).update(inputs)
 
         with Hooks({group[0]: linears[group[0]] for group in self._groups}, before), fast_products():
             for start in range(0, self._inputs.shape[0], _AT_ONCE):

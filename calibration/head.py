@@ -89,7 +89,7 @@ def _loaded(skeleton: Skeleton, but: nn.Module | None = None) -> Iterator[None]:
         if name.startswith(inside) or module is embedding or module is but:  # states are given: no lookup
             continue
         source = stored if tied and module is output else name
-        value = skeleton.source.tensor(source).to(skeleton.device, torch.float32)
+        value = skeleton.read(source)
         module.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
         loaded.append((module, leaf))
     try:

@@ -99,12 +99,12 @@ class Skeleton:
     def load_linear(self, name: str) -> None:
         """Load one linear of a block that is not loaded, in float32."""
         linear = self.model.get_submodule(name)
-        linear.load_state_dict({part: self._read(f"{name}.{part}") for part in linear.state_dict()}, assign=True)
+        linear.load_state_dict({part: self.read(f"{name}.{part}") for part in linear.state_dict()}, assign=True)
 
     def load(self, index: int) -> nn.Module:
         """Block ``index`` with its weights in float32."""
         block, name = self._modules[index], self.blocks[index]
-        block.load_state_dict({child: self._read(f"{name}.{child}") for child in block.state_dict()}, assign=True)
+        block.load_state_dict({child: self.read(f"{name}.{child}") for child in block.state_dict()}, assign=True)
         return block
 
     def unload(self, index: int) -> None:
@@ -117,7 +117,7 @@ class Skeleton:
         values: dict[int, Tensor] = {}
         for name, tensor in state.items():
             if id(tensor) not in values:
-                values[id(tensor)] = self._read(name)
+                values[id(tensor)] = self.read(name)
         self.model.load_state_dict({name: values[id(tensor)] for name, tensor in state.items()}, assign=True)
         return self.model
 
@@ -130,7 +130,7 @@ class Skeleton:
         """
         for name, _ in self._stem():
             owner, _, leaf = name.rpartition(".")
-            value = nn.Parameter(self._read(name), requires_grad=False)
+            value = nn.Parameter(self.read(name), requires_grad=False)
             self.model.get_submodule(owner).register_parameter(leaf, value)
         windows = windows.to(self.device)
         _, calls = self._trace(windows[:1])
@@ -206,7 +206,8 @@ class Skeleton:
                 f"{self.source.name}: {name} is {list(shape)}, its config says {list(expected.shape)}"
             )
 
-    def _read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor:
+        """A tensor of the source in float32, as modules here hold it. Raises ``CheckpointError`` where it is damaged."""
         with torch.device("cpu"):  # of what a file is read into
             tensor = self._stored(name)
         tensor = tensor.to(self.device, torch.float32)

@@ -101,11 +101,7 @@ def forecast(
     precision has yet to choose from, empty where all is decided.
     """
     device, process = skeleton.device, psutil.Process().memory_info().rss
-    rss = process if device.type == "cpu" else 0
-    if device.type == "cpu":
-        limit = rss + available_memory() if job.max_memory is None else job.max_memory
-    else:
-        limit = _free_bytes(device)
+    rss, limit = _room(job, device)
     at_once = max(job.samples, 1)
     if job.offload:
         at_once = min(at_once, 8)
@@ -167,6 +163,14 @@ def forecast(
         return Forecast(peak, seconds, stored, at_once, distills, kept)
     host = process + _GPU_LIBRARY_BYTES + _copying_bytes(skeleton) + skeleton.block_bytes() // 2
     return Forecast(host, seconds, stored, at_once, distills, kept, device_bytes=peak)
+
+
+def _room(job: QuantizeJob, device: torch.device) -> tuple[int, int]:
+    """Bytes that are taken already, and that the job may come to: of this process, or of the memory of a GPU."""
+    if device.type != "cpu":
+        return 0, _free_bytes(device)
+    rss = psutil.Process().memory_info().rss
+    return rss, rss + available_memory() if job.max_memory is None else job.max_memory
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -315,9 +319,8 @@ def measures_compensated(job: QuantizeJob, skeleton: Skeleton) -> bool:
     memory must suffice."""
     if not job.mixed or not job.algorithm.compensates:
         return False
-    rss = psutil.Process().memory_info().rss
-    free = available_memory() if job.max_memory is None else job.max_memory - rss
-    return _choosing_bytes(job, skeleton) + _compensating_bytes(job, skeleton) <= _SHARE * free
+    taken, limit = _room(job, skeleton.device)
+    return _choosing_bytes(job, skeleton) + _compensating_bytes(job, skeleton) <= _SHARE * (limit - taken)
 
 
 def _choosing_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:

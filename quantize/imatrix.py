@@ -26,6 +26,7 @@ from qserve.checkpoint.gguf_tensors import file_tensors
 from qserve.checkpoint.gguf_writer import moved_columns
 from qserve.checkpoint.source import ModelSource
 from qserve.quantize.job import QuantizeJob
+from qserve.quantize.prepare import device_of
 from qserve.quantize.report import Progress, ProgressEvent
 from qserve.quantize.windows import given_windows, written_windows
 
@@ -55,18 +56,18 @@ def write_imatrix(source: ModelSource, out: Path, job: QuantizeJob, progress: Pr
         def told(done: int, total: int) -> None:
             tell(ProgressEvent("imatrix", done, total, (time.perf_counter() - started) / done * (total - done)))
 
-        found = sums(source, windows, told, out.parent if job.offload else None)
+        found = sums(Skeleton(source, device_of(job)), windows, told, out.parent if job.offload else None)
         _write(partial, found, windows, record)
     return len(found)
 
 
 @torch.no_grad()
 def sums(
-    source: ModelSource, windows: Tensor, progress: Callable[[int, int], None], offload: Path | None = None
+    skeleton: Skeleton, windows: Tensor, progress: Callable[[int, int], None], offload: Path | None = None
 ) -> Sums:
     """What the linears of blocks are given while ``windows`` int64 [samples, length] go through the model, by the names
     of llama.cpp's tensors. One block is in memory at a time; ``offload`` is a directory for hidden states."""
-    skeleton, stored = Skeleton(source), file_tensors(source.config, source.has)
+    stored = file_tensors(skeleton.source.config, skeleton.source.has)
     walk = FloatWalk(skeleton, windows, offload, hessian=False)
     found: Sums = {}
     for index in range(len(skeleton.blocks)):
@@ -76,7 +77,7 @@ def sums(
                 columns = moved_columns(place)
                 if columns is None and not place.keeps_rows:
                     continue  # the file has a product of it in its place
-                squares = stats.diagonal * (stats.tokens / 2)
+                squares = stats.diagonal.cpu() * (stats.tokens / 2)
                 for name in place.names:
                     ordered = squares if columns is None else squares[columns]
                     found.setdefault(name, {})[place.place or 0] = ordered, stats.tokens

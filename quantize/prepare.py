@@ -125,14 +125,11 @@ def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
 
 
 def device_of(job: QuantizeJob) -> torch.device:
-    """Where ``job`` computes. Mixed precision is measured on the CPU. Raises ``UsageError`` for a GPU that is missing
-    or too old for the Triton kernels."""
+    """Where ``job`` computes. Raises ``UsageError`` for a GPU that is missing or too old for the Triton kernels."""
     gpus = torch.cuda.device_count()
     missing = triton_missing() if gpus else "torch sees no GPU here"
-    if job.device == "cpu" or (job.device == "auto" and (job.mixed or missing)):
+    if job.device == "cpu" or (job.device == "auto" and missing):
         return torch.device("cpu")
-    if job.mixed:
-        raise UsageError("mixed precision is measured on the CPU: leave out --device, or --target-bits and --minimize")
     number = job.device.partition(":")[2] or "0"
     if missing is None and not (number.isdecimal() and int(number) < gpus):
         missing = f"the GPUs that torch sees are cuda:0 to cuda:{gpus - 1}"

@@ -43,6 +43,14 @@ class PretendTensor(Tensor):
     def data_ptr(self) -> int:
         return self.held.data_ptr()  # what shares memory is compared by it
 
+    @property
+    def data(self) -> Tensor:
+        return PretendTensor(self.held.data)
+
+    @data.setter
+    def data(self, value: PretendTensor) -> None:
+        self.held = value.held
+
     def tolist(self) -> Any:
         return self.held.tolist()
 

@@ -137,7 +137,7 @@ Device = Annotated[
     str,
     typer.Option(
         help="Where to compute: auto takes a GPU where there is one; cpu; cuda, or one of several (cuda:1). Results "
-        "agree to rounding. Mixed precision is measured on the CPU."
+        "agree to rounding."
     ),
 ]
 Offload = Annotated[bool, typer.Option(help="Keep hidden states on disk, few of them in memory.")]

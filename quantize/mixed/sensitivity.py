@@ -111,13 +111,14 @@ def measure(
     again would be a large part of the work, since every block adds some. ``kept`` is the last state that the same
     measurement gave to ``keep``; it goes on from there.
     """
-    walk = _Walk(
-        skeleton, windows, candidates, around, symmetric_zeros, activations, compensation, offload, progress, keep
-    )
-    if kept is not None:
-        walk.resume(kept)
-    walk.pass_blocks()
-    probes, means = walk.score()
+    with torch.device(skeleton.device):  # of every tensor that is made meanwhile
+        walk = _Walk(
+            skeleton, windows, candidates, around, symmetric_zeros, activations, compensation, offload, progress, keep
+        )
+        if kept is not None:
+            walk.resume(kept)
+        walk.pass_blocks()
+        probes, means = walk.score()
     if compensation and compensation.follows:
         means = _evened(probes, means, fitted.ALL_AT_ONCE.value if activations is None else 1.0)
     return tuple(_predicted(probe, kl) for probe, kl in zip(probes, means, strict=True))
@@ -146,7 +147,8 @@ class _Walk:
     def __post_init__(self) -> None:
         self._samples, length = self.windows.shape
         variants = 1 + len(self.candidates)
-        self._states = Activations(variants * self._samples, length, self.skeleton.hidden_size, self.offload)
+        shape = variants * self._samples, length, self.skeleton.hidden_size
+        self._states = Activations(*shape, self.offload, self.skeleton.device)
         self._calls, _ = self.skeleton.stem(self.windows, length, self._states)
         text = self.compensation
         self._floats = FloatWalk(self.skeleton, text.windows, self.offload) if text else None
@@ -237,7 +239,7 @@ class _Walk:
 
     def _every_state(self) -> Iterator[tuple[str, Tensor]]:
         for number in range(1 + len(self.probes)):
-            yield f"variant.{number}", self._variant(number)
+            yield f"variant.{number}", self._variant(number).cpu()
         if self._floats:
             yield from self._floats.states()
 

@@ -7,6 +7,7 @@ from gguf import GGUFReader
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.quantize.imatrix import sums, write_imatrix
@@ -40,7 +41,7 @@ def squares_of(path, ids):
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_sums_are_those_of_the_whole_model(family, request):
     path = request.getfixturevalue(family)
-    found, want = sums(HFDirectory(path), IDS, lambda done, total: None), squares_of(path, IDS)
+    found, want = sums(Skeleton(HFDirectory(path)), IDS, lambda done, total: None), squares_of(path, IDS)
     layers = len({name.split(".")[1] for name in found})
     assert set(found) == {f"blk.{i}.{name}.weight" for i in range(layers) for name in LINEARS.values()}
     for i in range(layers):
@@ -51,7 +52,7 @@ def test_sums_are_those_of_the_whole_model(family, request):
 
 
 def test_experts_are_stacked_and_count_their_tokens(mixtral):
-    found = sums(HFDirectory(mixtral), IDS, lambda done, total: None)
+    found = sums(Skeleton(HFDirectory(mixtral)), IDS, lambda done, total: None)
     experts = HFDirectory(mixtral).config["num_local_experts"]
     gate = found["blk.0.ffn_gate_exps.weight"]
     assert set(gate) <= set(range(experts))
