@@ -207,7 +207,7 @@ class Skeleton:
             )
 
     def read(self, name: str) -> Tensor:
-        """A tensor of the source in float32, as modules here hold it. Raises ``CheckpointError`` where it is damaged."""
+        """A tensor of the source in float32, as modules hold it here. Raises ``CheckpointError`` if it is damaged."""
         with torch.device("cpu"):  # of what a file is read into
             tensor = self._stored(name)
         tensor = tensor.to(self.device, torch.float32)

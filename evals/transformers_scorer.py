@@ -22,18 +22,28 @@ from qserve.checkpoint.spec import ActivationScheme
 from qserve.kernels.reference import decode_kv, encode_kv, round_input
 from qserve.runtime.memory import available_memory
 
+# Of a GPU's memory that is free, what a model may take: activations and logits need some.
+_SHARE = 0.7
 # Rows of log-probabilities that are handed out at once.
 _CHUNK = 128
 _KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
+def device_for(nbytes: int) -> torch.device:
+    """A GPU that has room for so many bytes of weights, else the CPU."""
+    if torch.cuda.is_available() and nbytes <= _SHARE * torch.cuda.mem_get_info()[0]:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class TransformersScorer:
-    """``source`` in memory, in float32. Raises ``CapacityError`` where it does not fit, and the errors of ``Skeleton``.
-    """
+    """``source`` in memory, in float32: of a GPU where there is one with room for it. Raises ``CapacityError`` where it
+    does not fit, and the errors of ``Skeleton``."""
 
     def __init__(self, source: ModelSource) -> None:
         needed, there = 4 * source.parameters(), available_memory()
-        if needed > there:
+        self._device = device_for(needed)
+        if self._device.type == "cpu" and needed > there:
             raise CapacityError(
                 f"{source.name} is measured by transformers in float32, which takes {needed / 2**20:,.0f} MiB; "
                 f"{there / 2**20:,.0f} MiB are free"
@@ -41,7 +51,7 @@ class TransformersScorer:
         self.source = source
         self.model_name = source.name
         self.tokenizer = source.tokenizer()
-        self._model = Skeleton(source).load_all()
+        self._model = Skeleton(source, self._device).load_all()
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self._kv: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._center: dict[nn.Module, Tensor] = {}
@@ -51,9 +61,11 @@ class TransformersScorer:
             self._kv_dtype = _KV_DTYPES[source.spec.kv_cache.dtype]
             for name, module in self._model.named_modules():
                 if (scales := kv_scales(source, name)) is not None:
-                    self._kv[module] = scales
+                    keys, values = (scale.to(self._device) for scale in scales)
+                    self._kv[module] = keys, values
                     center = key_center(source, name)
-                    self._center[module] = torch.zeros(()) if center is None else center[:, None]
+                    center = torch.zeros(()) if center is None else center[:, None]
+                    self._center[module] = center.to(self._device)
 
     @torch.no_grad()
     def score(self, tokens: list[int]) -> Iterator[tuple[int, Tensor]]:
@@ -61,10 +73,10 @@ class TransformersScorer:
 
         The logits of all tokens are in memory at once.
         """
-        with cached(self._model, self._round_kv) if self._kv else nullcontext():
+        with cached(self._model, self._round_kv) if self._kv else nullcontext(), torch.device(self._device):
             logits = self._model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
         for start in range(0, len(tokens), _CHUNK):
-            yield start, logits[start : start + _CHUNK].float().log_softmax(-1)
+            yield start, logits[start : start + _CHUNK].float().log_softmax(-1).cpu()
 
     def _round_inputs(self) -> None:
         assert self.source.spec is not None

@@ -23,6 +23,7 @@ from qserve.kernels.reference import round_input
 from qserve.quantize import pipeline
 from qserve.quantize.job import QuantizeJob
 from qserve.runtime.engine import Engine
+from tests.pretend_device import pretended
 
 WINDOW = 48
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -132,6 +133,19 @@ def test_weights_are_dequantized_and_inputs_rounded(
     torch.testing.assert_close(found, dense_logits(rebuilt(gemma, result), tokens), atol=2e-3, rtol=2e-3)
     plain = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32).eval()
     assert float((found - dense_logits(plain, tokens)).abs().max()) > 0.02
+
+
+@pytest.mark.parametrize("options", [{"scheme": "nvfp4"}, {"bits": 4, "kv_cache": "int8", "kv_granularity": "head"}])
+def test_another_device_scores_the_same(
+    options: dict[str, Any], gemma: Path, job: Callable[..., QuantizeJob], tokens: list[int], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    pipeline.run(open_model(gemma), tmp_path / "out", job(**options))
+    expected = rows(TransformersScorer(open_model(tmp_path / "out")), tokens)
+    with pretended(monkeypatch) as device:
+        monkeypatch.setattr(transformers_scorer, "device_for", lambda nbytes: device)
+        found = rows(TransformersScorer(open_model(tmp_path / "out")), tokens)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
