@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from qserve.kernels.executor import CPU
+
 
 class Activations:
     """float32 [samples, length, width] on ``device``, read and written a few samples at a time.
@@ -22,7 +24,7 @@ class Activations:
         length: int,
         width: int,
         directory: Path | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008  (it is a constant)
+        device: torch.device = CPU,
     ) -> None:
         self.shape, self.device = (samples, length, width), device
         self._memory = torch.empty(self.shape, device=device) if directory is None else None

@@ -16,6 +16,7 @@ from qserve.calibration.experts import routers, split_experts
 from qserve.calibration.stored_names import rename_modules, stored_names
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.source import ModelSource
+from qserve.kernels.executor import CPU
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Skeleton:
     know, or whose tensors the source lacks.
     """
 
-    def __init__(self, source: ModelSource, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+    def __init__(self, source: ModelSource, device: torch.device = CPU) -> None:
         self.source, self.device = source, device
         self._packed = frozenset(source.linears())
         self.model = _build(source.config, source.name)
@@ -208,7 +209,7 @@ class Skeleton:
 
     def read(self, name: str) -> Tensor:
         """A tensor of the source in float32, as modules hold it here. Raises ``CheckpointError`` if it is damaged."""
-        with torch.device("cpu"):  # of what a file is read into
+        with CPU:  # of what a file is read into
             tensor = self._stored(name)
         tensor = tensor.to(self.device, torch.float32)
         if not is_finite(tensor):

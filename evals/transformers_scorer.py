@@ -19,6 +19,7 @@ from qserve.checkpoint.errors import CapacityError
 from qserve.checkpoint.kv import key_center, kv_scales
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import ActivationScheme
+from qserve.kernels.executor import CPU
 from qserve.kernels.reference import decode_kv, encode_kv, round_input
 from qserve.runtime.memory import available_memory
 
@@ -33,7 +34,7 @@ def device_for(nbytes: int) -> torch.device:
     """A GPU that has room for so many bytes of weights, else the CPU."""
     if torch.cuda.is_available() and nbytes <= _SHARE * torch.cuda.mem_get_info()[0]:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return CPU
 
 
 class TransformersScorer:

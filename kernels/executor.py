@@ -34,7 +34,8 @@ class Placement:
     unpacked: tuple[Grid, ...] = ()
 
 
-HOST = Placement(torch.device("cpu"), torch.float32)
+CPU = torch.device("cpu")
+HOST = Placement(CPU, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from qserve.kernels import abi, native
+from qserve.kernels.executor import CPU
 
-_CPU = torch.device("cpu")
 # As in ``qserve.h``: columns of a panel, and rows of a chunk.
 _PANELS = {torch.float32: 48, torch.bfloat16: 64}
 _CHUNK = 96
@@ -22,7 +22,7 @@ _COLUMN = 4096
 _WORTH_PACKING = 64
 
 
-def multiplied(device: torch.device = _CPU) -> torch.dtype:
+def multiplied(device: torch.device = CPU) -> torch.dtype:
     """The dtype that ``device`` multiplies: bfloat16 where that is faster than float32 (AVX512-BF16, GPUs from Ampere
     on), else float32."""
     if device.type == "cpu":

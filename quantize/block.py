@@ -17,6 +17,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.grid import E2M1, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import MICROSCALED, QuantSpec, WeightScheme
+from qserve.kernels.executor import CPU
 from qserve.quantize import rtn, signround
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.kv import recorded
@@ -51,7 +52,7 @@ class BlockQuantizer:
         dtype: torch.dtype,
         as_stored: Collection[str] = (),
         outputs: Mapping[str, LayerStats] | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
+        device: torch.device = CPU,
     ) -> None:
         self.spec, self.job, self.dtype, self.as_stored, self.device = spec, job, dtype, as_stored, device
         self.outputs = outputs or {}
@@ -65,9 +66,8 @@ class BlockQuantizer:
         """Quantize the block of ``visit``, which is left with the dequantized weights."""
         with torch.device(self.device):  # of every tensor that is made meanwhile
             made = self._run(visit)
-        host = torch.device("cpu")
-        made.packed = {name: weight.to(host) for name, weight in made.packed.items()}
-        made.dense = {name: tensor.to(host) for name, tensor in made.dense.items()}
+        made.packed = {name: weight.to(CPU) for name, weight in made.packed.items()}
+        made.dense = {name: tensor.to(CPU) for name, tensor in made.dense.items()}
         return made
 
     def _run(self, visit: Visit) -> BlockResult:

@@ -39,6 +39,7 @@ from qserve.checkpoint.spec import KVScheme
 from qserve.checkpoint.unpacked import Unpacked
 from qserve.checkpoint.writer import CheckpointWriter, check_out
 from qserve.kernels import native
+from qserve.kernels.executor import CPU
 from qserve.quantize import distill, signround, yaqa
 from qserve.quantize.block import BlockQuantizer, BlockResult, restore
 from qserve.quantize.forecast import peak_bytes, require_memory
@@ -387,9 +388,8 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
             # About as often as a block was finished, which took ``ITERATIONS`` steps through that block alone.
             keep_every=max(1, signround.ITERATIONS // len(skeleton.blocks)),
         )
-        host = torch.device("cpu")
         for module, weight in tuned.weights.items():
-            writer.replace_linear(module, packed[module].to(host), weight.to(host))
+            writer.replace_linear(module, packed[module].to(CPU), weight.to(CPU))
         if prepared.spec.kv_cache is not None:
             for name, numbers in _kv_numbers(skeleton, windows, prepared.spec.kv_cache).items():
                 writer.put(name, numbers, replace=True)

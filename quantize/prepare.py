@@ -26,6 +26,7 @@ from qserve.checkpoint.source import ModelSource, dense_linears
 from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.checkpoint.stacked_experts import one_by_one
 from qserve.checkpoint.unpacked import Unpacked, is_in
+from qserve.kernels.executor import CPU
 from qserve.kernels.registry import triton_missing
 from qserve.quantize.forecast import Forecast, distillation_bytes, forecast
 from qserve.quantize.gguf_recipes import Recipe, schemes_of
@@ -129,7 +130,7 @@ def device_of(job: QuantizeJob) -> torch.device:
     gpus = torch.cuda.device_count()
     missing = triton_missing() if gpus else "torch sees no GPU here"
     if job.device == "cpu" or (job.device == "auto" and missing):
-        return torch.device("cpu")
+        return CPU
     number = job.device.partition(":")[2] or "0"
     if missing is None and not (number.isdecimal() and int(number) < gpus):
         missing = f"the GPUs that torch sees are cuda:0 to cuda:{gpus - 1}"

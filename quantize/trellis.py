@@ -14,6 +14,7 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.checkpoint.trellis import RING, STATE_BITS, PackedTrellis, codes_of_states, whole_rings
 from qserve.kernels import native, rounding
+from qserve.kernels.executor import CPU
 from qserve.quantize.scales import storable
 
 _DEVIATION = 9.25  # of the numbers of all states
@@ -65,7 +66,7 @@ def sweep(
     if native.missing() is None:  # a GPU has no kernel for it
         factor = None if upper is None else upper.cpu()
         steps, places, own = contiguous[0].cpu(), order.cpu(), contiguous[1].cpu()
-        with torch.device("cpu"):
+        with CPU:
             symbols = rounding.trellis_sweep(steps, factor, places, own, scheme.bits)
         symbols = symbols.to(weight.device)
     else:
