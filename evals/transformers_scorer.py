@@ -21,6 +21,7 @@ from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import ActivationScheme
 from qserve.kernels.executor import CPU
 from qserve.kernels.reference import decode_kv, encode_kv, round_input
+from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import available_memory
 
 # Of a GPU's memory that is free, what a model may take: activations and logits need some.
@@ -32,9 +33,10 @@ _KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 def device_for(nbytes: int) -> torch.device:
     """A GPU that has room for so many bytes of weights, else the CPU."""
-    if torch.cuda.is_available() and nbytes <= _SHARE * torch.cuda.mem_get_info()[0]:
-        return torch.device("cuda", torch.cuda.current_device())
-    return CPU
+    if not torch.cuda.is_available():
+        return CPU
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    return gpu if nbytes <= _SHARE * GpuMemory(gpu).free() else CPU
 
 
 class TransformersScorer:

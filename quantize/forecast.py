@@ -33,6 +33,7 @@ from qserve.quantize.mixed.sensitivity import EXCERPT
 from qserve.quantize.mixed.units import Offered, of_experts, units
 from qserve.quantize.schemes import Shapes
 from qserve.quantize.signround import ITERATIONS
+from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import available_memory
 
 # The steps of learned rounding, each of two samples, as tokens of a forward.
@@ -174,7 +175,7 @@ def _room(job: QuantizeJob, device: torch.device) -> tuple[int, int]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0])
+    return GpuMemory(device).free()
 
 
 def _tuning_bytes(shapes: Shapes, spec: QuantSpec, offered: Offered) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import time
 
@@ -36,6 +37,7 @@ def written_windows(source: ModelSource, job: QuantizeJob, tell: Progress) -> tu
         tell(ProgressEvent("generate", done, total, (time.perf_counter() - started) / done * (total - done)))
 
     own = generated_windows(source, (job.samples + 1) // 2, job.sequence_length, job.seed, progress)
+    gc.collect()  # an engine refers to itself, and may hold the memory of a GPU
     heap.release()
     windows = own.repeat_interleave(2, 0)[: job.samples]
     if job.samples > 1:
