@@ -64,10 +64,10 @@ def tile_shape(op: Attention, gpu: Target, invariant: bool) -> Shape:
 
 def decode_shape(op: Attention) -> Shape:
     """For decodes: the heads of one query. A matrix unit takes at least 16. Keys and stages were the fastest of ten
-    choices on an H200, for heads of 128."""
+    choices on an H200, for four heads of 128. Codes of more rows have no registers for as many keys."""
     rows, size = max(16, triton.next_power_of_2(op.heads // op.kv_heads)), op.k_cache.dtype.itemsize
-    keys, warps = 32 if op.head_dim > 128 else 128 if size == 1 else 64, 4 if rows <= 64 else 8
-    return Shape(rows, keys, warps, 3 if size <= 2 else 2, pairs=size == 1)
+    keys, warps = 128 if size == 1 and rows == 16 else 64, 4 if rows <= 64 else 8
+    return Shape(rows, 32 if op.head_dim > 128 else keys, warps, 3 if size <= 2 else 2, pairs=size == 1)
 
 
 def resident(op: Attention, shape: Shape, shared_bytes: int) -> int:
