@@ -64,10 +64,13 @@ def tile_shape(op: Attention, gpu: Target, invariant: bool) -> Shape:
 
 def decode_shape(op: Attention) -> Shape:
     """For decodes: the heads of one query. A matrix unit takes at least 16. Keys and stages were the fastest of ten
-    choices on an H200, for four heads of 128. Codes of more rows have no registers for as many keys."""
+    choices on an H200, for four heads of 128 and a cache in 16 bits or e4m3. Other codes, and codes of more rows, have
+    no registers for as many keys."""
     rows, size = max(16, triton.next_power_of_2(op.heads // op.kv_heads)), op.k_cache.dtype.itemsize
-    keys, warps = 128 if size == 1 and rows == 16 else 64, 4 if rows <= 64 else 8
-    return Shape(rows, 32 if op.head_dim > 128 else keys, warps, 3 if size <= 2 else 2, pairs=size == 1)
+    warps = 4 if rows <= 64 else 8
+    if op.k_cache.dtype == torch.float8_e4m3fn and rows == 16 and op.head_dim <= 128:
+        return Shape(rows, 128, warps, 3, pairs=True)
+    return Shape(rows, 32 if op.head_dim > 128 else 64, warps, {1: 4, 2: 3}.get(size, 2), pairs=size == 1)
 
 
 def resident(op: Attention, shape: Shape, shared_bytes: int) -> int:
