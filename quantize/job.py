@@ -116,7 +116,7 @@ class QuantizeJob:
             ("--scheme", self.scheme, SCHEMES),
             ("--method", self.method, (None, *METHODS)),
             ("--effort", self.effort, ("fast", "normal", "best")),
-            ("--device", self.device.partition(":")[0], ("auto", "cpu", "cuda")),
+            ("--device", "cuda" if self.device.startswith("cuda:") else self.device, ("auto", "cpu", "cuda")),
             ("--kv-cache", self.kv_cache, (None, "int8", "fp8")),
             ("--kv-scales", self.kv_granularity, ("tensor", "head")),
             ("--head", self.head_bits, (0, 4, 5, 6, 8)),

@@ -5,6 +5,7 @@ Between two launches a matrix product makes up for the errors so far, see ``quan
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -89,8 +90,9 @@ def round_columns(
 ) -> None:
     """Launch ``round_columns_kernel`` for at most ``COLUMNS`` consecutive inputs. All tensors are contiguous."""
     inputs, outputs = left.shape
-    at(round_columns_kernel, (-(-outputs // _OUTPUTS),))(
-        left, aims, error, codes, upper, scales, zeros, groups, columns.start, len(columns), inputs, outputs,
-        float(zero), float(max_code), AIMS=aims is not None, ZEROS=zeros is not None, E2M1=e2m1, COLUMNS=COLUMNS,
-        OUTPUTS=_OUTPUTS, num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(left):  # Triton launches on the current device, which may be another GPU
+        at(round_columns_kernel, (-(-outputs // _OUTPUTS),))(
+            left, aims, error, codes, upper, scales, zeros, groups, columns.start, len(columns), inputs, outputs,
+            float(zero), float(max_code), AIMS=aims is not None, ZEROS=zeros is not None, E2M1=e2m1, COLUMNS=COLUMNS,
+            OUTPUTS=_OUTPUTS, num_warps=1,
+        )  # fmt: skip

@@ -115,8 +115,9 @@ def test_the_device_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare.device_of(QuantizeJob()).type == "cpu"
     with pytest.raises(UsageError, match="--device cuda: the GPU has compute capability 6"):
         prepare.device_of(QuantizeJob(device="cuda"))
-    with pytest.raises(UsageError, match="--device must be one of auto, cpu, cuda, not"):
-        QuantizeJob(device="tpu")
+    for unknown in ("tpu", "cpu:1", "auto:0", ""):
+        with pytest.raises(UsageError, match=f"--device must be one of auto, cpu, cuda, not '{unknown}'"):
+            QuantizeJob(device=unknown)
 
 
 def test_a_job_that_a_gpu_has_no_room_for_is_refused(
