@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.text import Text, load_text
+from qserve.calibration.visit import Visit
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.hf import HFDirectory
 from qserve.kernels import native
 from qserve.quantize import forecast, pipeline, prepare, windows
+from qserve.quantize.block import BlockQuantizer, BlockResult
+from qserve.quantize.imatrix import sums
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.report import QuantizeReport
 from tests.pretend_device import pretended
@@ -80,6 +84,41 @@ def test_tensors_move_as_they_must(
         found = quantized(source, tmp_path / "there", options)
     assert found.forecast.device_bytes > 0 and expected.forecast.device_bytes == 0
     compare(found, expected, (tmp_path / "there", tmp_path / "cpu"), within=0.03)
+
+
+def test_an_interrupted_run_goes_on_there(
+    source: HFDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, blocks = BlockQuantizer.run, []
+
+    def interrupted(self: BlockQuantizer, visit: Visit) -> BlockResult:
+        blocks.append(visit.index)
+        if blocks == [0, 1]:
+            raise KeyboardInterrupt
+        return run(self, visit)
+
+    with pretended(monkeypatch) as device:
+        monkeypatch.setattr(prepare, "device_of", lambda job: device)
+        monkeypatch.setattr(forecast, "_free_bytes", lambda device: 1 << 34)
+        quantized(source, tmp_path / "whole", {"bits": 4})
+        monkeypatch.setattr(BlockQuantizer, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quantized(source, tmp_path / "out", {"bits": 4})
+        quantized(source, tmp_path / "out", {"bits": 4})
+    assert blocks == [0, 1, 1]
+    whole, found = (HFDirectory(tmp_path / name) for name in ("whole", "out"))
+    for name in whole.linears():
+        assert torch.equal(found.linear(name).codes, whole.linear(name).codes), name
+
+
+def test_an_importance_matrix_is_the_same_there(source: HFDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.randint(3, 300, (4, 32), generator=torch.Generator().manual_seed(0))
+    expected = sums(Skeleton(source), tokens, lambda done, total: None)
+    with pretended(monkeypatch) as device:
+        found = sums(Skeleton(source, device), tokens, lambda done, total: None)
+    assert found.keys() == expected.keys() and found
+    for name, places in expected.items():
+        torch.testing.assert_close(found[name][0][0], places[0][0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
