@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-KERNELS = {"x86_64": ("scalar", "avx2", "vex", "evex", "avx512"), "aarch64": ("scalar", "neon")}
+KERNELS = {"x86_64": ("scalar", "avx2", "vex", "evex", "avx512", "amx"), "aarch64": ("scalar", "neon")}
 
 
 def fault(wheel: Path) -> str | None:

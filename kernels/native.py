@@ -65,8 +65,8 @@ from qserve.kernels.tiled import (
     tile_lora,
 )
 
-Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni"]
-ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni")
+Isa = Literal["scalar", "avx2", "avx512", "neon", "avxvnni", "amx"]
+ISAS: tuple[Isa, ...] = ("scalar", "avx2", "avx512", "neon", "avxvnni", "amx")
 
 _GRIDS = (INTEGERS, E4M3, E2M1, NF4, BNB_FP4, AFFINE, TRELLIS)
 _MAX_INT_GROUP = 65536  # inputs that an int32 sum holds

@@ -100,7 +100,7 @@ INLINE void add_chunk(const qs_linear *op, const qs_acts *acts, int32_t row, int
         __m256i dots[2 * BLOCK_ROWS];
         vf products[BLOCK_ROWS];
         UNROLL for (int m = 0; m < rows; m++)
-            dots[2 * m] = dots[2 * m + 1] = _mm256_set1_epi32(-at.x_sums[m * at.groups] * op->zero);
+            dots[2 * m] = dots[2 * m + 1] = _mm256_set1_epi32(-at.x_sums[m] * op->zero);
         add_dots(&at, op->act_group, most, dots, rows);
         UNROLL for (int v = 0; v < HALVES; v++) {
             UNROLL for (int m = 0; m < rows; m++)

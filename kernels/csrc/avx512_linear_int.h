@@ -20,14 +20,14 @@ INLINE __m512i four(const int8_t *x)
 /* Where an integer product of NV tiles reads and adds: advanced by one activation group at a time. */
 typedef struct {
     const int8_t *x;        /* [rows][x_stride] */
-    const int32_t *x_sums;  /* [rows][parts] */
-    const float *x_scales;  /* [rows][parts] */
+    const int32_t *x_sums;  /* [rows] */
+    const float *x_scales;  /* [rows] */
     const uint8_t *w;       /* [tiles][stride] */
     const uint8_t *scales;  /* [tiles][scale_stride] */
     const uint8_t *zeros;   /* like scales, or NULL for none */
     const uint8_t *codebook;
     float *sums;            /* [rows][tiles][16] */
-    int64_t x_stride, parts, stride, scale_stride; /* scale_stride: in bytes */
+    int64_t x_stride, stride, scale_stride; /* scale_stride: in bytes */
     int32_t scale_dtype;
     int64_t ahead;          /* bytes from the weights being read to those prefetched meanwhile; 0: none */
     int64_t scales_ahead;   /* the same of the scales */
@@ -75,15 +75,6 @@ INLINE __m512i broadcast_book(const uint8_t *codebook)
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codebook));
 }
 
-/* 16 scales or zeros. */
-INLINE __m512 scales_at(const int_walk *at, const uint8_t *scales)
-{
-    if (at->scale_dtype == QS_F8)
-        return load_f8(scales);
-    return at->scale_dtype == QS_F16 ? load_halves((const uint16_t *)(const void *)scales)
-                                     : load((const float *)(const void *)scales);
-}
-
 /* One activation group of MR rows by NV tiles. The integer dot starts at -zero * sum(codes), so that a constant zero
  * point costs nothing inside; every path scales it by the same two products, so all paths give the same bits. */
 INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, const int MR, const int NV, const int U4)
@@ -98,7 +89,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, const int
     if (U4 == BOOK16 && !both)
         add_dots(at, at->ahead, width, books, dots, 1, MR, NV, U4);
     UNROLL for (int m = 0; m < MR; m++) {
-        __m512i start = _mm512_set1_epi32(-at->x_sums[m * at->parts] * zero);
+        __m512i start = _mm512_set1_epi32(-at->x_sums[m] * zero);
         UNROLL for (int v = 0; v < NV; v++)
             dots[1][m][v] = U4 != BOOK16 || both ? start : _mm512_add_epi32(_mm512_slli_epi32(dots[0][m][v], 8), start);
     }
@@ -111,21 +102,21 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, const int
             dots[1][m][v] = _mm512_add_epi32(_mm512_slli_epi32(dots[0][m][v], 8), dots[1][m][v]);
     UNROLL for (int v = 0; v < NV; v++) {
         const uint8_t *scales = at->scales + v * at->scale_stride;
-        __m512 scale = scales_at(at, scales), product[INT_ROWS];
+        __m512 scale = load_scales(scales, 0, at->scale_dtype), product[INT_ROWS];
         _mm_prefetch(scales + at->scales_ahead, _MM_HINT_T1);
         UNROLL for (int m = 0; m < MR; m++)
             product[m] = _mm512_cvtepi32_ps(dots[1][m][v]);
         if (at->zeros) {
             const uint8_t *zeros = at->zeros + v * at->scale_stride;
-            __m512 zero_point = scales_at(at, zeros);
+            __m512 zero_point = load_scales(zeros, 0, at->scale_dtype);
             _mm_prefetch(zeros + at->scales_ahead, _MM_HINT_T1);
             UNROLL for (int m = 0; m < MR; m++)
-                product[m] = _mm512_fnmadd_ps(zero_point, _mm512_set1_ps((float)at->x_sums[m * at->parts]), product[m]);
+                product[m] = _mm512_fnmadd_ps(zero_point, _mm512_set1_ps((float)at->x_sums[m]), product[m]);
         }
         UNROLL for (int m = 0; m < MR; m++) {
             float *sums = at->sums + (m * NV + v) * QS_LANES;
             _mm512_store_ps(sums, _mm512_fmadd_ps(_mm512_mul_ps(product[m], scale),
-                                                  _mm512_set1_ps(at->x_scales[m * at->parts]),
+                                                  _mm512_set1_ps(at->x_scales[m]),
                                                   _mm512_load_ps(sums)));
         }
     }
@@ -139,17 +130,16 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
     int64_t parts = op->k / op->act_group, groups = op->k / op->group, per_group = op->group / op->act_group;
     int64_t scale = QS_LANES * qs_scale_bytes(op); /* of a tile */
     int_walk at = {
-        .x = acts->codes + (int64_t)row * op->k,
-        .x_sums = acts->sums + row * parts,
-        .x_scales = acts->scales + row * parts,
+        .x = acts->codes + (int64_t)row * op->act_group,
+        .x_sums = acts->sums + row,
+        .x_scales = acts->scales + row,
         .w = weight,
         .scales = (const uint8_t *)op->scales + tile * groups * scale,
         .zeros = op->zeros ? (const uint8_t *)op->zeros + tile * groups * scale : NULL,
         .scale_dtype = op->scale_dtype,
         .codebook = op->codebook,
         .sums = sums,
-        .x_stride = op->k,
-        .parts = parts,
+        .x_stride = op->act_group,
         .stride = stride,
         .scale_stride = groups * scale,
         .ahead = ahead,
@@ -160,10 +150,10 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
         _mm512_store_ps(sums + i * QS_LANES, _mm512_setzero_ps());
     for (int64_t p = 0; p < parts; p++) {
         int_group(&at, op->zero, op->act_group, MR, NV, U4);
-        at.x += op->act_group;
+        at.x += acts->rows * op->act_group;
         at.w += (int64_t)op->act_group * (U4 ? 8 : 16);
-        at.x_sums++;
-        at.x_scales++;
+        at.x_sums += acts->rows;
+        at.x_scales += acts->rows;
         if ((p + 1) % per_group == 0) {
             at.scales += scale;
             at.zeros = at.zeros ? at.zeros + scale : NULL;

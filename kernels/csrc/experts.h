@@ -98,10 +98,12 @@ static void copy_row(const qs_linear *op, uint8_t *memory, int64_t rows, int64_t
         return;
     }
     qs_acts acts = acts_at(memory, op, rows);
-    int64_t parts = op->k / op->act_group;
-    memcpy(acts.codes + to * op->k, acts.codes + from * op->k, (size_t)op->k);
-    memcpy(acts.scales + to * parts, acts.scales + from * parts, sizeof(float) * (size_t)parts);
-    memcpy(acts.sums + to * parts, acts.sums + from * parts, sizeof(int32_t) * (size_t)parts);
+    const int64_t width = op->act_group;
+    for (int64_t part = 0; part < op->k / width; part++, from += rows, to += rows) {
+        memcpy(acts.codes + to * width, acts.codes + from * width, (size_t)width);
+        acts.scales[to] = acts.scales[from];
+        acts.sums[to] = acts.sums[from];
+    }
 }
 
 /* The input of token t for each of its experts. They share it unless each rounds it in its own way. */

@@ -18,11 +18,13 @@ static inline int64_t qs_scale_bytes(const qs_linear *op)
     return op->scale_dtype == QS_F32 ? 4 : op->scale_dtype == QS_F16 ? 2 : 1;
 }
 
-/* The input of an integer product: codes [rows, k], and per act_group a scale and the sum of the codes. */
+/* The input of an integer product by activation groups: codes [groups, rows, act_group], their scales and their sums
+ * [groups, rows]. So the rows of a block lie beside each other. */
 typedef struct {
     int8_t *codes;
     float *scales;
     int32_t *sums;
+    int64_t rows;
 } qs_acts;
 
 /* The rows of one attention work item: query rows q[i] see the keys first[i] .. last[i] (inclusive), in the blocks that
@@ -83,12 +85,13 @@ typedef struct {
     void (*combine)(const float *parts, const int32_t *rows, const float *weights, int32_t top_k, float *out,
                     int32_t width, int32_t accumulate);
     void (*sigmoid_mul)(const float *gate, float *out, int32_t width, int32_t gates);
-    /* Rounds one row of the input: to codes for an integer product, to f32 [k] for a float product. */
-    void (*quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums);
+    /* Rounds one row of the input: to codes of that row for an integer product, to f32 [k] for a float product. */
+    void (*quantize)(const qs_linear *op, const float *x, const qs_acts *acts, int64_t row);
     void (*round_input)(const qs_linear *op, const float *x, float *rounded);
     /* Tiles [tile, tile + tiles) of the product, rows [row, end); `unpacked` holds 4 tiles of u8, from e4m3 of f32. */
     void (*linear_int)(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                        uint8_t *unpacked);
+    int32_t int_rows; /* that it takes at a time */
     void (*linear_float)(const qs_linear *op, const float *x, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                          float *unpacked);
     /* shrunk = scale * A x and out += B shrunk for `rows` neighbours with one adapter; the columns of out begin with a
@@ -138,6 +141,14 @@ void qs_vex_linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
                        uint8_t *unpacked);
 void qs_evex_linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                         uint8_t *unpacked);
+#endif
+/* AVX-512's kernels with the integer product of AMX: where the system lets a process use it, which Linux is asked for. */
+#if defined(__x86_64__) && defined(__linux__) && defined(QS_VNNI)
+#define QS_AMX_TILES 1
+extern const qs_kernels qs_kernels_amx;
+int64_t qs_amx_multiply(int64_t loops);
+void qs_amx_linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
+                       uint8_t *unpacked);
 #endif
 #elif defined(__aarch64__)
 #define QS_ARM 1

@@ -6,6 +6,10 @@
 #ifdef QS_X86
 #include <cpuid.h>
 #endif
+#ifdef QS_AMX_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #ifdef QS_X86
 /* Asked once: in a virtual machine the instruction takes microseconds, and every step asks for its kernels. */
@@ -18,22 +22,44 @@ static int has_avx_vnni(void)
     return atomic_load_explicit(&known, memory_order_relaxed);
 }
 
+#ifdef QS_AMX_TILES
+#define TILE_DATA 18            /* the state of tiles, of which the system keeps that of each thread */
+#define REQUEST_STATE 0x1023    /* ARCH_REQ_XCOMP_PERM */
+
+/* Whether the processor has tiles of bytes, and the system lets this process use them. */
+static int has_amx(void)
+{
+    static atomic_int known = -1;
+    unsigned a, b, c, d = 0;
+    if (atomic_load_explicit(&known, memory_order_relaxed) < 0) {
+        const int tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 25 & 1);
+        atomic_store(&known, tiles && syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0);
+    }
+    return atomic_load_explicit(&known, memory_order_relaxed);
+}
+#endif
+
 const qs_kernels *qs_kernels_of(int32_t isa)
 {
     __builtin_cpu_init();
     /* f16c is older than avx2; whether the system keeps the wide registers is asked for avx2, and so for avx-vnni */
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const int vnni = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl");
+    const int avx512 = vnni && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
     switch (isa) {
     case QS_SCALAR:
         return &qs_kernels_scalar;
     case QS_AVX2:
         return avx2 ? &qs_kernels_avx2 : NULL;
     case QS_AVX512:
-        return vnni && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") ? &qs_kernels_avx512 : NULL;
+        return avx512 ? &qs_kernels_avx512 : NULL;
 #ifdef QS_VNNI
     case QS_AVXVNNI:
         return avx2 && has_avx_vnni() ? &qs_kernels_vex : avx2 && vnni ? &qs_kernels_evex : NULL;
+#endif
+#ifdef QS_AMX_TILES
+    case QS_AMX:
+        return avx512 && has_amx() ? &qs_kernels_amx : NULL;
 #endif
     }
     return NULL;
@@ -51,7 +77,7 @@ const qs_kernels *qs_kernels_of(int32_t isa)
 
 int32_t qs_best_isa(void)
 {
-    static const int32_t best_first[] = {QS_AVX512, QS_AVXVNNI, QS_AVX2, QS_NEON};
+    static const int32_t best_first[] = {QS_AMX, QS_AVX512, QS_AVXVNNI, QS_AVX2, QS_NEON};
     for (size_t i = 0; i < sizeof best_first / sizeof *best_first; i++)
         if (qs_kernels_of(best_first[i]))
             return best_first[i];

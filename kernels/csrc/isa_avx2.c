@@ -179,7 +179,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
 {
     int32_t dots[ROWS][QS_LANES] __attribute__((aligned(64)));
     UNROLL for (int m = 0; m < rows; m++) {
-        int32_t sum = at->x_sums[m * at->groups], lift = u4 == BOOK16 ? 32768 : 0;
+        int32_t sum = at->x_sums[m], lift = u4 == BOOK16 ? 32768 : 0;
         UNROLL for (int v = 0; v < HALVES; v++)
             _mm256_store_si256((__m256i *)(void *)(dots[m] + 8 * v), _mm256_set1_epi32(sum * (lift - zero)));
     }
@@ -220,6 +220,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         .quantize = quantize, \
         .round_input = QS_NAME(round_input), \
         .linear_int = INT, \
+        .int_rows = 12, \
         .linear_float = linear_float, \
         .shrink = shrink, \
         .expand = expand, \

@@ -103,7 +103,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         add_dots(at, 0, width, both(at->codebook + 16), dot, rows, u4);
     }
     UNROLL for (int m = 0; m < rows; m++) {
-        __m256i start = _mm256_set1_epi32(-at->x_sums[m * at->groups] * zero);
+        __m256i start = _mm256_set1_epi32(-at->x_sums[m] * zero);
         UNROLL for (int v = 0; v < HALVES; v++)
             dot[m][v] = u4 == BOOK16 ? _mm256_add_epi32(_mm256_slli_epi32(dot[m][v], 8), start) : start;
     }

@@ -102,7 +102,7 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
         add_dots(at, width, veorq_u8(vld1q_u8(at->codebook + 16), lift), dot, rows, u4);
     }
     UNROLL for (int m = 0; m < rows; m++) {
-        int32x4_t start = vdupq_n_s32(at->x_sums[m * at->groups] * ((u4 == BOOK16 ? 128 * 257 : u4 ? 0 : 128) - zero));
+        int32x4_t start = vdupq_n_s32(at->x_sums[m] * ((u4 == BOOK16 ? 128 * 257 : u4 ? 0 : 128) - zero));
         UNROLL for (int part = 0; part < PARTS; part++)
             dot[m][part] = u4 == BOOK16 ? vaddq_s32(vshlq_n_s32(dot[m][part], 8), start) : start;
     }
@@ -126,6 +126,7 @@ const qs_kernels qs_kernels_neon = {
     .quantize = quantize,
     .round_input = QS_NAME(round_input),
     .linear_int = linear_int,
+    .int_rows = 12,
     .linear_float = linear_float,
     .shrink = shrink,
     .expand = expand,

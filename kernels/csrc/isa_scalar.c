@@ -73,6 +73,7 @@ const qs_kernels qs_kernels_scalar = {
     .quantize = qs_scalar_quantize,
     .round_input = qs_scalar_round_input,
     .linear_int = qs_scalar_linear_int,
+    .int_rows = 12,
     .linear_float = qs_scalar_linear_float,
     .shrink = shrink,
     .expand = expand,

@@ -5,39 +5,29 @@
 /* Where a product of one tile reads and adds: advanced by one activation group at a time. */
 typedef struct {
     const int8_t *x;       /* [rows][x_stride] */
-    const int32_t *x_sums; /* [rows][groups] */
-    const float *x_scales; /* [rows][groups] */
+    const int32_t *x_sums; /* [rows] */
+    const float *x_scales; /* [rows] */
     const uint8_t *w;
     const uint8_t *scales, *zeros; /* zeros: NULL for none */
     int32_t scale_dtype;
     const uint8_t *codebook;
-    int64_t x_stride, groups;
+    int64_t x_stride, x_rows, groups; /* x_rows: from a group to the next */
     int64_t ahead;         /* bytes from the weights being read to those prefetched meanwhile; 0: none */
 } int_walk;
-
-/* PARTS-th vectors of `scales` or zeros. */
-INLINE vf scale_part(const int_walk *at, const uint8_t *scales, int part)
-{
-    if (at->scale_dtype == QS_F8)
-        return load_f8(scales + LANES * part);
-    if (at->scale_dtype == QS_F16)
-        return load_halves((const uint16_t *)(const void *)scales + LANES * part);
-    return load((const float *)(const void *)scales + LANES * part);
-}
 
 /* Adds the scaled products of codes, [rows] of part of a tile, to `sums`, whose rows lie `apart`. A product is below 2^24
  * where a group has the usual size: then it is exact, and what a zero point leaves of it is rounded once. */
 INLINE void add_scaled(const int_walk *at, vf *products, float *sums, int64_t apart, int part, const int rows)
 {
-    vf scale = scale_part(at, at->scales, part);
+    vf scale = load_scales(at->scales, part, at->scale_dtype);
     if (at->zeros) {
-        vf zero = scale_part(at, at->zeros, part);
+        vf zero = load_scales(at->zeros, part, at->scale_dtype);
         UNROLL for (int m = 0; m < rows; m++)
-            products[m] = fused(zero, all(-(float)at->x_sums[m * at->groups]), products[m]);
+            products[m] = fused(zero, all(-(float)at->x_sums[m]), products[m]);
     }
     UNROLL for (int m = 0; m < rows; m++) {
         float *sum = sums + m * apart + LANES * part;
-        store(sum, fused(products[m] * scale, all(at->x_scales[m * at->groups]), load(sum)));
+        store(sum, fused(products[m] * scale, all(at->x_scales[m]), load(sum)));
     }
 }
 
@@ -45,10 +35,10 @@ INLINE void add_scaled(const int_walk *at, vf *products, float *sums, int64_t ap
 INLINE int_walk walk(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int32_t first,
                      const uint8_t *w, int64_t ahead)
 {
-    int64_t groups = op->k / op->act_group, at = row * groups + first / op->act_group;
+    int64_t at = first / op->act_group * acts->rows + row;
     int64_t scales_at = ((int64_t)tile * (op->k / op->group) + first / op->group) * QS_LANES * qs_scale_bytes(op);
     return (int_walk){
-        .x = acts->codes + (int64_t)row * op->k + first,
+        .x = acts->codes + at * op->act_group,
         .x_sums = acts->sums + at,
         .x_scales = acts->scales + at,
         .w = w,
@@ -56,8 +46,9 @@ INLINE int_walk walk(const qs_linear *op, const qs_acts *acts, int32_t row, int3
         .zeros = op->zeros ? (const uint8_t *)op->zeros + scales_at : NULL,
         .scale_dtype = op->scale_dtype,
         .codebook = op->codebook,
-        .x_stride = op->k,
-        .groups = groups,
+        .x_stride = op->act_group,
+        .x_rows = acts->rows,
+        .groups = op->k / op->act_group,
         .ahead = ahead,
     };
 }
@@ -65,10 +56,10 @@ INLINE int_walk walk(const qs_linear *op, const qs_acts *acts, int32_t row, int3
 /* On to group g, whose codes begin `bytes` further. */
 INLINE void advance(const qs_linear *op, int_walk *at, int32_t g, int64_t bytes)
 {
-    at->x += op->act_group;
+    at->x += at->x_rows * op->act_group;
     at->w += bytes;
-    at->x_sums++;
-    at->x_scales++;
+    at->x_sums += at->x_rows;
+    at->x_scales += at->x_rows;
     if (g % (op->group / op->act_group) == 0) {
         int64_t scale = QS_LANES * qs_scale_bytes(op);
         at->scales += scale;

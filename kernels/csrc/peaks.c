@@ -1,7 +1,7 @@
 /* The peak rates of the machine, to compare kernels with: products in registers, and memory read in streams. */
 #include <stdint.h>
 
-#include "qserve.h"
+#include "internal.h"
 
 /* Four streams, as many as a product reads. */
 #define READ_STREAMS(name)                                            \
@@ -20,7 +20,6 @@
 READ_STREAMS(read_streams)
 
 #if defined(__x86_64__) || defined(__i386__)
-#define QS_X86 1
 #include <immintrin.h>
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))), apply_to = function)
@@ -69,6 +68,10 @@ int64_t qs_peak_products(int64_t loops, int32_t isa)
 {
     if (!qs_has_isa(isa))
         return 0;
+#ifdef QS_AMX_TILES
+    if (isa == QS_AMX)
+        return qs_amx_multiply(loops);
+#endif
 #ifdef QS_X86
     return isa == QS_AVX512 ? multiply(loops) : isa == QS_AVX2 ? multiply_pairs(loops) : 0;
 #else
@@ -78,5 +81,5 @@ int64_t qs_peak_products(int64_t loops, int32_t isa)
 
 int64_t qs_peak_read(const void *memory, int64_t bytes)
 {
-    return (qs_best_isa() == QS_AVX512 ? read_wide : read_streams)(memory, bytes / 256 * 8);
+    return (qs_has_isa(QS_AVX512) ? read_wide : read_streams)(memory, bytes / 256 * 8);
 }

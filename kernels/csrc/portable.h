@@ -282,12 +282,13 @@ static inline float QS_NAME(span_scale)(const qs_linear *op, uint32_t top, float
 /* `direct`: the inputs are the columns of x in order, so that the loops can be vectorized. `fp4`: codes are twice e2m1's
  * numbers. */
 static inline __attribute__((always_inline)) void QS_NAME(quantize_columns)(
-    const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums, const int direct, const int fp4)
+    const qs_linear *op, const float *x, const qs_acts *acts, int64_t row, const int direct, const int fp4)
 {
 #define QS_INPUT(j) (direct ? x[j] : (column = op->permutation ? op->permutation[j] : (j)) < 0 || \
                      column >= op->x_width ? 0.0f : x[column])
     int32_t column;
-    for (int32_t start = 0, g = 0; start < op->k; start += op->act_span) {
+    int64_t at = row;
+    for (int32_t start = 0; start < op->k; start += op->act_span) {
         int32_t end = op->k - start < op->act_span ? op->k : start + op->act_span;
         uint32_t top = 0;
         float inverse;
@@ -296,31 +297,32 @@ static inline __attribute__((always_inline)) void QS_NAME(quantize_columns)(
             top = magnitude > top ? magnitude : top;
         }
         float scale = QS_NAME(span_scale)(op, top, &inverse);
-        for (int32_t part = start; part < end; part += op->act_group, g++) {
+        for (int32_t part = start; part < end; part += op->act_group, at += acts->rows) {
+            int8_t *codes = acts->codes + at * op->act_group;
             int32_t sum = 0;
             for (int32_t j = part; j < part + op->act_group; j++) {
                 float scaled = inverse == 0.0f ? 0.0f : QS_INPUT(j) * inverse;
                 int32_t code = fp4 ? QS_NAME(twice_e2m1)(scaled)
                                    : (int32_t)rintf(QS_NAME(clamp)(scaled, -128.0f, 127.0f));
-                codes[j] = (int8_t)code;
+                *codes++ = (int8_t)code;
                 sum += code;
             }
-            scales[g] = fp4 ? 0.5f * scale : scale;
-            sums[g] = sum;
+            acts->scales[at] = fp4 ? 0.5f * scale : scale;
+            acts->sums[at] = sum;
         }
     }
 #undef QS_INPUT
 }
 
-static void QS_NAME(quantize)(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
+static void QS_NAME(quantize)(const qs_linear *op, const float *x, const qs_acts *acts, int64_t row)
 {
     const int direct = !op->permutation && op->x_width == op->k;
     if (op->act_dtype == QS_F4)
-        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 0, 1);
+        QS_NAME(quantize_columns)(op, x, acts, row, 0, 1);
     else if (direct)
-        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 1, 0);
+        QS_NAME(quantize_columns)(op, x, acts, row, 1, 0);
     else
-        QS_NAME(quantize_columns)(op, x, codes, scales, sums, 0, 0);
+        QS_NAME(quantize_columns)(op, x, acts, row, 0, 0);
 }
 
 static void QS_NAME(round_input)(const qs_linear *op, const float *x, float *rounded)
@@ -390,9 +392,9 @@ static void QS_NAME(linear_int)(const qs_linear *op, const qs_acts *acts, int32_
             float sums[QS_LANES] = {0};
             for (int32_t p = 0; p < parts; p++) {
                 int32_t dot[QS_LANES] = {0};
-                int64_t at = (int64_t)row * parts + p;
+                int64_t at = p * acts->rows + row;
                 int64_t scale_at = ((int64_t)t * groups + p * op->act_group / op->group) * QS_LANES;
-                const int8_t *x = acts->codes + (int64_t)row * op->k + p * op->act_group;
+                const int8_t *x = acts->codes + at * op->act_group;
                 for (int32_t byte = planes; byte-- > 0;) {
                     const uint8_t *w = codes + ((int64_t)byte * op->k + p * op->act_group) * QS_LANES;
                     for (int i = 0; i < QS_LANES; i++)

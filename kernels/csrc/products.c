@@ -5,7 +5,7 @@ int32_t qs_multiplies_bf16(int32_t isa)
 {
 #ifdef QS_BF16_PRODUCTS
     __builtin_cpu_init();
-    return isa == QS_AVX512 && qs_has_isa(isa) && __builtin_cpu_supports("avx512bf16");
+    return (isa == QS_AVX512 || isa == QS_AMX) && qs_has_isa(isa) && __builtin_cpu_supports("avx512bf16");
 #else
     (void)isa;
     return 0;
@@ -23,7 +23,7 @@ static const qs_products *products_of(int32_t isa, int32_t dtype)
 #ifdef QS_X86
     if (isa == QS_AVX2 || isa == QS_AVXVNNI)
         return &qs_products_avx2;
-    if (isa == QS_AVX512)
+    if (isa == QS_AVX512 || isa == QS_AMX)
         return &qs_products_avx512;
 #endif
     return &qs_products_portable;

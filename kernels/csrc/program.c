@@ -15,7 +15,7 @@
 #define TILES 4       /* weight tiles in one piece of work */
 #define SPIN 4000     /* pauses before a waiting thread sleeps: tens of microseconds */
 #define ROW_PIECE 4   /* rows in one piece of row-wise work */
-#define PART 12       /* a product is cut into parts of a multiple of so many rows: whole blocks of the kernels */
+#define PART 12       /* a float product is cut into parts of a multiple of so many rows: whole blocks of the kernels */
 #define SHARE 8       /* pieces for each thread: with so many, waiting for the last one is short */
 
 #define PHASES 7      /* the most of an operation */
@@ -149,7 +149,7 @@ static int64_t input_bytes(const qs_linear *op, int64_t rows)
 {
     if (!is_integer(op))
         return is_prepared(op) ? align64(rows * op->k * 4) : 0;
-    return align64(rows * op->k) + 2 * align64(rows * (op->k / op->act_group) * 4);
+    return align64(rows * op->k) + 2 * align64(rows * (op->k / op->act_group) * 4) + 64; /* a vector may be read behind */
 }
 
 static qs_acts acts_at(uint8_t *memory, const qs_linear *op, int64_t rows)
@@ -159,6 +159,7 @@ static qs_acts acts_at(uint8_t *memory, const qs_linear *op, int64_t rows)
     acts.codes = (int8_t *)memory;
     acts.scales = (float *)(memory + align64(rows * op->k));
     acts.sums = (int32_t *)(memory + align64(rows * op->k) + align64(rows * parts * 4));
+    acts.rows = rows;
     return acts;
 }
 
@@ -182,8 +183,7 @@ static void prepare_row(const struct job *job, const qs_linear *op, const float 
     }
     if (is_integer(op)) {
         qs_acts acts = acts_at(memory, op, rows);
-        int64_t parts = op->k / op->act_group;
-        kernels->quantize(op, x, acts.codes + r * op->k, acts.scales + r * parts, acts.sums + r * parts);
+        kernels->quantize(op, x, &acts, r);
     } else if (op->act_dtype != QS_F32)
         kernels->round_input(op, x, (float *)memory + r * op->k);
     else
@@ -210,7 +210,7 @@ static void multiply_integers(const struct job *job, const qs_linear *op, const 
         decoded.bits = 6;
         decoded.weight = unpacked - tile * size;
     }
-    job->kernels->linear_int(&decoded, acts, row, end, tile, tiles, unpacked);
+    job->kernels->linear_int(&decoded, acts, row, end, tile, tiles, unpacked + (op->dtype == QS_TRELLIS ? TILES * size : 0));
 }
 
 #include "lora.h"
@@ -230,9 +230,10 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
                        const qs_lora *lora, int32_t rows)
 {
     int32_t tiles = (op->n + QS_LANES - 1) / QS_LANES, columns = (tiles + TILES - 1) / TILES, mine = 0;
-    int32_t most = (rows + PART - 1) / PART, parts = (SHARE * pool->threads + columns - 1) / columns;
+    const int32_t block = is_integer(op) ? job->kernels->int_rows : PART;
+    int32_t most = (rows + block - 1) / block, parts = (SHARE * pool->threads + columns - 1) / columns;
     parts = parts < most ? parts : most;
-    int32_t part = (most + parts - 1) / parts * PART; /* rows */
+    int32_t part = (most + parts - 1) / parts * block; /* rows */
     int32_t pieces = columns * (parts = (rows + part - 1) / part);
     const struct layout *layout = &job->layout;
     uint8_t *own = job->scratch + thread_bytes(layout) * thread, *unpacked = own + layout->row + layout->normed;
@@ -281,7 +282,7 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
 /* Makes room for what each thread needs for a product. */
 static void add_product(struct layout *layout, const qs_linear *op)
 {
-    int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_U4 || op->dtype == QS_TRELLIS ? 1 : op->dtype == QS_F8 ? 4 : 0);
+    int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_TRELLIS || op->codebook_bytes == 2 ? 2 : is_integer(op) ? 1 : op->dtype == QS_F8 ? 4 : 0);
     layout->row = larger(layout->row, input_bytes(op, 1));
     layout->normed = larger(layout->normed, op->norm ? align64((int64_t)op->x_width * 4) : 0);
     layout->unpacked = larger(layout->unpacked, align64(tiles));

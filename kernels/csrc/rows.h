@@ -27,6 +27,16 @@ INLINE vf load_floats(const void *values, int64_t at, const int dtype)
     return load_bf16((const uint16_t *)values + at);
 }
 
+/* The part-th vector of the scales of a tile, or of its zero points. */
+INLINE vf load_scales(const uint8_t *scales, int part, int32_t dtype)
+{
+    if (dtype == QS_F8)
+        return load_f8(scales + LANES * part);
+    if (dtype == QS_F16)
+        return load_halves((const uint16_t *)(const void *)scales + LANES * part);
+    return load((const float *)(const void *)scales + LANES * part);
+}
+
 /* The functions of portable.h with fused products, and no larger errors. x in -87 .. 88 is n ln 2 + r, and exp(r) is
  * 1 + r + p r^2. */
 INLINE vf reduced(vf x, vf *n, vf *r)
@@ -299,39 +309,41 @@ INLINE vf twice_e2m1(vf x)
 }
 
 INLINE void quantize_lanes(
-    const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums, const int fp4)
+    const qs_linear *op, const float *x, const qs_acts *acts, int64_t row, const int fp4)
 {
     const vi zero = codes_of(all(0.0f));
-    for (int32_t start = 0, g = 0; start < op->k; start += op->act_span) {
+    int64_t at = row;
+    for (int32_t start = 0; start < op->k; start += op->act_span) {
         int32_t end = op->k - start < op->act_span ? op->k : start + op->act_span;
         vi top = zero;
         float inverse;
         for (int32_t j = start; j < end; j += LANES)
             top = magnitudes(top, load(x + j));
         float scale = QS_NAME(span_scale)(op, highest_bits(top), &inverse);
-        for (int32_t part = start; part < end; part += op->act_group, g++) {
+        for (int32_t part = start; part < end; part += op->act_group, at += acts->rows) {
+            int8_t *codes = acts->codes + at * op->act_group;
             vi total = zero;
-            for (int32_t j = part; j < part + op->act_group; j += LANES) {
-                vf scaled = load(x + j) * all(inverse);
+            for (int32_t j = 0; j < op->act_group; j += LANES) {
+                vf scaled = load(x + part + j) * all(inverse);
                 scaled = fp4 ? twice_e2m1(scaled) : lower(higher(scaled, all(-128.0f)), all(127.0f));
                 vi code = inverse == 0.0f ? zero : codes_of(scaled);
                 total = total + code;
                 store_codes(codes + j, code);
             }
-            scales[g] = fp4 ? 0.5f * scale : scale;
-            sums[g] = sum_codes(total);
+            acts->scales[at] = fp4 ? 0.5f * scale : scale;
+            acts->sums[at] = sum_codes(total);
         }
     }
 }
 
-static void quantize(const qs_linear *op, const float *x, int8_t *codes, float *scales, int32_t *sums)
+static void quantize(const qs_linear *op, const float *x, const qs_acts *acts, int64_t row)
 {
     if (op->permutation || op->act_group % LANES || op->x_width != op->k)
-        QS_NAME(quantize)(op, x, codes, scales, sums);
+        QS_NAME(quantize)(op, x, acts, row);
     else if (op->act_dtype == QS_F4)
-        quantize_lanes(op, x, codes, scales, sums, 1);
+        quantize_lanes(op, x, acts, row, 1);
     else
-        quantize_lanes(op, x, codes, scales, sums, 0);
+        quantize_lanes(op, x, acts, row, 0);
 }
 
 /* Numbers to int8 codes of a cache: saturated at -127 .. 127, -128 for what is not finite. */
