@@ -91,7 +91,7 @@ typedef struct {
     /* Tiles [tile, tile + tiles) of the product, rows [row, end); `unpacked` holds 4 tiles of u8, from e4m3 of f32. */
     void (*linear_int)(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                        uint8_t *unpacked);
-    int32_t int_rows; /* that it takes at a time */
+    int32_t int_rows; /* that linear_int takes at a time: a product is cut into parts of a multiple of them */
     void (*linear_float)(const qs_linear *op, const float *x, int32_t row, int32_t end, int32_t tile, int32_t tiles,
                          float *unpacked);
     /* shrunk = scale * A x and out += B shrunk for `rows` neighbours with one adapter; the columns of out begin with a

@@ -89,19 +89,19 @@ typedef struct {
 } strips_of;
 
 /* The dots of a group of a strip with a plane of weights, to a tile. */
-#define MULTIPLY(DOTS, INPUTS)                                                                            \
-    do {                                                                                                  \
-        const int8_t *x = at->x + (g * at->x_rows + strip * STRIP) * at->width, *end = x + at->width;     \
-        const uint8_t *w = plane + (int64_t)g * at->width * QS_LANES;                                     \
-        _tile_zero(DOTS);                                                                                 \
-        for (; x < end; x += at->tile_inputs, w += at->tile_inputs * QS_LANES) {                          \
-            _tile_loadd(WEIGHTS, w, 64);                                                                  \
-            _tile_loadd(INPUTS, x, at->width);                                                            \
-            if (kind == SIGNED)                                                                           \
-                _tile_dpbssd(DOTS, INPUTS, WEIGHTS);                                                      \
-            else                                                                                          \
-                _tile_dpbsud(DOTS, INPUTS, WEIGHTS);                                                      \
-        }                                                                                                 \
+#define MULTIPLY(dots, inputs)                                                                          \
+    do {                                                                                                \
+        const int8_t *x = at->x + (g * at->x_rows + strip * STRIP) * at->width, *end = x + at->width;   \
+        const uint8_t *w = plane + (int64_t)g * at->width * QS_LANES;                                   \
+        _tile_zero(dots);                                                                               \
+        for (; x < end; x += at->tile_inputs, w += at->tile_inputs * QS_LANES) {                        \
+            _tile_loadd(WEIGHTS, w, 64);                                                                \
+            _tile_loadd(inputs, x, at->width);                                                          \
+            if (kind == SIGNED)                                                                         \
+                _tile_dpbssd(dots, inputs, WEIGHTS);                                                    \
+            else                                                                                        \
+                _tile_dpbsud(dots, inputs, WEIGHTS);                                                    \
+        }                                                                                               \
     } while (0)
 
 INLINE void multiply(const strips_of *at, int32_t strip, int32_t g, const uint8_t *plane, const int odd, const int last,
@@ -214,10 +214,10 @@ INLINE void multiply_strips(const strips_of *at, const int rows, const int last,
         }
 }
 
-#define STRIP_KERNEL(name, rows, last, kind)                         \
+#define STRIP_KERNEL(name, rows, last, kind)                        \
     static __attribute__((noinline)) void name(const strips_of *at) \
-    {                                                                \
-        multiply_strips(at, rows, last, kind);                        \
+    {                                                               \
+        multiply_strips(at, rows, last, kind);                      \
     }
 #define STRIP_KERNELS(kind)                   \
     STRIP_KERNEL(kind##_16, 16, 0, kind)      \
@@ -235,11 +235,12 @@ static void (*const strip_kernels[][5])(const strips_of *at) = {
     [SIGNED] = STRIP_TABLE(SIGNED), [LIFTED] = STRIP_TABLE(LIFTED), [WIDE] = STRIP_TABLE(WIDE),
 };
 
-/* The codes of a tile to bytes [planes][k / 4][16][4]. Codes `ahead` bytes further are prefetched. */
-static void unpack(const qs_linear *op, const uint8_t *w, int64_t ahead, uint8_t *out, const int kind)
+/* `inputs` inputs of a tile, whose codes begin at w, to bytes [planes][inputs / 4][16][4]. Codes `ahead` bytes further are
+ * prefetched. */
+static void unpack(const qs_linear *op, const uint8_t *w, int32_t inputs, int64_t ahead, uint8_t *out, const int kind)
 {
     const __m512i low = _mm512_set1_epi8(15), zero = _mm512_set1_epi8((char)op->zero);
-    const int64_t plane = (int64_t)op->k * QS_LANES;
+    const int64_t plane = (int64_t)inputs * QS_LANES;
     const uint8_t *book = op->codebook ? op->codebook : (const uint8_t[QS_LANES]){0};
     const __m512i lows = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)book));
     const __m512i highs = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)book + (kind == WIDE)));
@@ -274,10 +275,12 @@ static int kind_of(const qs_linear *op)
     return op->act_group > CHUNK || op->zero > 128 || (1 << op->bits) - 1 - op->zero > 127 ? LIFTED : SIGNED;
 }
 
-/* The fewest rows that are faster so than in vectors. */
-static int32_t fewest_rows(const qs_linear *op)
+/* The fewest rows that are faster in tiles than in vectors. */
+static int32_t fewest_rows(const qs_linear *op, int kind)
 {
-    return op->act_group > CHUNK ? 5 : op->act_group > 32 ? 14 : 48;
+    if (op->act_group <= 32) /* half a tile */
+        return 28;
+    return op->act_group > CHUNK || kind == WIDE ? 7 : 12;
 }
 
 /* The scales of a tile's groups [first, first + groups) of activations, or the zero points. */
@@ -290,18 +293,24 @@ static void widen(const qs_linear *op, const void *scales, int32_t tile, int32_t
         store(out[g], load_scales(from + (first + g) / each * bytes, 0, op->scale_dtype));
 }
 
-/* At most BLOCK rows from `row` on by `tiles` weight tiles, whose bytes begin at w and lie `stride` apart. */
+/* At most BLOCK rows from `row` on by `tiles` weight tiles. Codes `ahead` bytes further are prefetched. */
 static void multiply_block(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t rows, int32_t tile,
-                           int32_t tiles, const uint8_t *w, int64_t stride, int32_t tile_inputs, const int kind)
+                           int32_t tiles, int64_t ahead, int32_t tile_inputs, uint8_t *unpacked, const int kind)
 {
     float sums[BLOCK * TILES * QS_LANES] __attribute__((aligned(64))), scales[GROUPS][QS_LANES], zeros[GROUPS][QS_LANES];
     const int32_t parts = op->k / op->act_group, most = op->act_group < CHUNK ? CHUNK / op->act_group : 1;
-    const int32_t chunks = (parts + most - 1) / most, apart = tiles * QS_LANES;
+    const int32_t chunks = (parts + most - 1) / most, apart = tiles * QS_LANES, bytes = op->dtype == QS_U4 ? 8 : 16;
     for (int32_t c = 0, first = 0, groups; c < chunks; c++, first += groups) {
         groups = (int32_t)((int64_t)parts * (c + 1) / chunks) - first;
         if (c == chunks - 1)
             fetch_block(op, row, tile, rows, tiles);
+        const int32_t inputs = groups * op->act_group;
         for (int32_t t = 0; t < tiles; t++) {
+            const int64_t begin = (int64_t)(tile + t) * op->k + (int64_t)first * op->act_group;
+            const uint8_t *w = (const uint8_t *)op->weight + begin * bytes; /* bytes of an input */
+            if (kind != LIFTED)
+                unpack(op, w, inputs, ahead, unpacked, kind);
+            written(unpacked);
             widen(op, op->scales, tile + t, first, groups, scales);
             if (op->zeros)
                 widen(op, op->zeros, tile + t, first, groups, zeros);
@@ -310,13 +319,13 @@ static void multiply_block(const qs_linear *op, const qs_acts *acts, int32_t row
                 .x = acts->codes + at * op->act_group,
                 .x_scales = acts->scales + at,
                 .x_sums = acts->sums + at,
-                .w = w + t * stride + (int64_t)first * op->act_group * QS_LANES,
+                .w = kind == LIFTED ? w : unpacked,
                 .scales = scales,
                 .zeros = op->zeros ? zeros : NULL,
                 .sums = sums + t * QS_LANES,
                 .x_rows = acts->rows,
                 .apart = apart,
-                .plane = (int64_t)op->k * QS_LANES,
+                .plane = (int64_t)inputs * QS_LANES,
                 .strips = rows / STRIP,
                 .groups = groups,
                 .width = op->act_group,
@@ -365,22 +374,16 @@ void qs_amx_linear_int(const qs_linear *op, const qs_acts *acts, int32_t row, in
                        uint8_t *unpacked)
 {
     const int32_t inputs = inputs_of_tile(op->act_group);
-    if (end - row < fewest_rows(op) || !inputs) {
+    const int kind = kind_of(op);
+    if (end - row < fewest_rows(op, kind) || !inputs) {
         qs_kernels_avx512.linear_int(op, acts, row, end, tile, tiles, unpacked);
         return;
     }
-    const int kind = kind_of(op);
-    const int64_t bytes = (int64_t)op->k * (op->dtype == QS_U4 ? 8 : 16); /* of a tile */
-    const int64_t ahead = bytes * tiles <= NEAR ? bytes * tiles : 0;      /* the next piece, see avx512_linear_int.h */
-    const uint8_t *w = (const uint8_t *)op->weight + tile * bytes;
-    const int64_t stride = (int64_t)op->k * QS_LANES * (kind == WIDE ? 2 : 1);
-    for (int32_t t = 0; t < tiles && kind != LIFTED; t++)
-        unpack(op, w + t * bytes, ahead, unpacked + t * stride, kind);
-    written(unpacked);
+    const int64_t bytes = (int64_t)op->k * (op->dtype == QS_U4 ? 8 : 16) * tiles;
+    int64_t ahead = bytes <= NEAR ? bytes : 0; /* the next piece, see avx512_linear_int.h */
     shape_tiles((end - row) % STRIP ? (end - row) % STRIP : STRIP, inputs);
-    for (; row < end; row += BLOCK)
-        multiply_block(op, acts, row, end - row < BLOCK ? end - row : BLOCK, tile, tiles, kind == LIFTED ? w : unpacked,
-                       stride, inputs, kind);
+    for (; row < end; row += BLOCK, ahead = 0) /* fetched once */
+        multiply_block(op, acts, row, end - row < BLOCK ? end - row : BLOCK, tile, tiles, ahead, inputs, unpacked, kind);
     _tile_release();
     end_streams();
 }

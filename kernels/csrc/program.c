@@ -282,7 +282,8 @@ static void run_linear(const struct job *job, qs_pool *pool, int32_t thread, str
 /* Makes room for what each thread needs for a product. */
 static void add_product(struct layout *layout, const qs_linear *op)
 {
-    int64_t tiles = (int64_t)op->k * QS_LANES * TILES * (op->dtype == QS_TRELLIS || op->codebook_bytes == 2 ? 2 : is_integer(op) ? 1 : op->dtype == QS_F8 ? 4 : 0);
+    const int64_t each = op->dtype == QS_TRELLIS ? 2 : is_integer(op) ? 1 : op->dtype == QS_F8 ? 4 : 0; /* bytes of an input */
+    const int64_t tiles = each * op->k * QS_LANES * TILES;
     layout->row = larger(layout->row, input_bytes(op, 1));
     layout->normed = larger(layout->normed, op->norm ? align64((int64_t)op->x_width * 4) : 0);
     layout->unpacked = larger(layout->unpacked, align64(tiles));
