@@ -675,15 +675,18 @@ def test_without_memory_for_hessians_mixed_precision_goes_by_rounding_to_nearest
     assert any("does not fit the memory" in line for line in report.notices)
 
 
+BEST = [
+    dict(bits=3), dict(format="awq", symmetric=False, method="awq+gptq"),
+    dict(format="compressed-tensors", kv_cache="int8", kv_granularity="head", head_bits=8),
+]  # fmt: skip
+WEIGHTS_ALONE = [dict(target_bits=4.0), dict(method="yaqa")]
+"""They move nothing into a bias, and keep nothing of keys: one model is enough."""
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        dict(bits=3), dict(format="awq", symmetric=False, method="awq+gptq"), dict(target_bits=4.0),
-        dict(method="yaqa"), dict(format="compressed-tensors", kv_cache="int8", kv_granularity="head", head_bits=8),
-    ],
+    ("model", "options"), [*(("llama", each) for each in BEST + WEIGHTS_ALONE), *(("qwen2", each) for each in BEST)],
     ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("model", ["llama", "qwen2"])
+)
 def test_best_effort_tunes_the_scales_of_the_whole_model(model, options, tmp_path, monkeypatch, request):
     if (model, options) != ("llama", dict(bits=3)):  # one goes all the way
         request.getfixturevalue("few_steps")
