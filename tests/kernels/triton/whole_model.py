@@ -54,7 +54,7 @@ class Work:
     profile: bool = False
 
 
-TINY = Work(40, (1, 2), ((1, 24), (2, 24)), 1, 4)
+TINY = Work(20, (1, 2), ((2, 12),), 1, 4)
 
 
 def synchronize() -> None:
