@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def one_in(request: pytest.FixtureRequest) -> int:
     """Of how many configurations one is compiled: to compile all of them takes ten minutes of two cores."""
-    return 1 if request.config.getoption("--everything") else 13
+    return 1 if request.config.getoption("--everything") else 20
 
 
 @pytest.fixture
