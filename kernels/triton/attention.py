@@ -52,11 +52,11 @@ class Shape:
 def tile_shape(op: Attention, gpu: Target, invariant: bool) -> Shape:
     """For prompts: queries of a sequence side by side, by 256 threads. A row that folds has two sums in registers, its
     chunk's and its own, and an older matrix unit has the queries there, too: then there are half as many. So it is for
-    a cache of 32 bits, for which shared memory is too small."""
+    a cache of 32 bits, for which shared memory is too small, as it is for more codes beside activations of 32 bits."""
     wide = op.head_dim > 128
     few = invariant or not {"wgmma", "tcgen05"} & gpu.features or op.k_cache.dtype.itemsize > 2
     rows, keys = (32 if wide else 64) * (1 if few else 2), 32 if wide else 64
-    if not few and not wide and op.k_cache.dtype.itemsize == 1:
+    if not few and not wide and op.k_cache.dtype.itemsize == 1 and op.qkv.dtype.itemsize == 2:
         keys = 128  # codes pass through registers: with more of them at a time, products wait less
     group: int = triton.next_power_of_2(op.heads // op.kv_heads)
     return Shape(max(rows, group), keys, 256 // gpu.warp, 2 if few or wide else 3, folds=invariant)

@@ -48,7 +48,7 @@ def test_they_are_those_of_the_drawn_tokens(tiny_model, monkeypatch):
     for name, stats in found.items():
         assert stats.tokens == 51
         wanted = 2 / 51 * expected[name]
-        assert float((stats.hessian - wanted).norm() / wanted.norm()) < 0.03, name  # products may be in bfloat16
+        assert float((stats.hessian - wanted).norm() / wanted.norm()) < 0.05, name  # products may be in bfloat16
     assert all(torch.equal(linear.weight, before[name]) and linear.weight.grad is None
                for name, linear in linears.items())  # fmt: skip
 

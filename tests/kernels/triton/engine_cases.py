@@ -56,24 +56,26 @@ def _case(
 
 
 def attention_op(
-    cache: str, window: int = 0, dim: int = 128, heads: int = 32, kv_heads: int = 8, softcap: float = 0.0
-) -> Any:
+    cache: str, window: int = 0, dim: int = 128, heads: int = 32, kv_heads: int = 8, softcap: float = 0.0,
+    activations: torch.dtype = torch.bfloat16,
+) -> Any:  # fmt: skip
     """As much of an operation as decides how its kernels are compiled."""
     return SimpleNamespace(
         heads=heads, kv_heads=kv_heads, head_dim=dim, window=window, softcap=softcap,
-        k_cache=torch.empty(0, dtype=CACHES[cache]), qkv=torch.empty(0, dtype=torch.bfloat16),
+        k_cache=torch.empty(0, dtype=CACHES[cache]), qkv=torch.empty(0, dtype=activations),
     )  # fmt: skip
 
 
 def attention_cases(
     gpu: Target, cache: str, window: int = 0, dim: int = 128, heads: int = 32, kv_heads: int = 8,
-    *, softcap: float = 0.0, invariant: bool = False,
+    *, softcap: float = 0.0, invariant: bool = False, activations: str = "bf16",
 ) -> dict[str, Case]:  # fmt: skip
     """The kernels of attention by name, as the launchers would specialize them."""
     scales = "fp32" if cache in ("fp8e4nv", "i8") else ""
-    op = attention_op(cache, window, dim, heads, kv_heads, softcap)
-    common = f"qkv_ptr:bf16 out_ptr:bf16 k_ptr:{cache} k_scale_ptr:{scales} v_scale_ptr:{scales} positions_ptr:i32 "
-    common += f"staged_ptr:i32 sinks_ptr:{'fp32' if window else ''} "
+    dtype = torch.float32 if activations == "fp32" else torch.bfloat16
+    op = attention_op(cache, window, dim, heads, kv_heads, softcap, dtype)
+    common = f"qkv_ptr:{activations} out_ptr:{activations} k_ptr:{cache} k_scale_ptr:{scales} v_scale_ptr:{scales} "
+    common += f"positions_ptr:i32 staged_ptr:i32 sinks_ptr:{'fp32' if window else ''} "
     tile, decode = attention.tile_shape(op, gpu, invariant), attention.decode_shape(op)
     if invariant:
         decode = tile
@@ -97,8 +99,8 @@ def attention_cases(
         ),
         "attention merge": _case(
             attention.merge_kernel,
-            f"out_ptr:bf16 partial_ptr:fp32 softmax_ptr:fp32 v_scale_ptr:{scales} decodes_ptr:i32 positions_ptr:i32 "
-            f"sinks_ptr:{'fp32' if window else ''}",
+            f"out_ptr:{activations} partial_ptr:fp32 softmax_ptr:fp32 v_scale_ptr:{scales} decodes_ptr:i32 "
+            f"positions_ptr:i32 sinks_ptr:{'fp32' if window else ''}",
             gpu, merged, stages=merged["STAGES"],
         ),
     }  # fmt: skip
@@ -259,8 +261,11 @@ def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for gpu in ARCHITECTURES:
         found |= cases_of(gpu, "fp8e4nv" if "fp8" in gpu.features else "fp16")
-    found["attention decodes invariant sm_90"] = invariant_case(described("sm_90"), "fp8e4nv")
-    return found | family_cases(described("sm_90"))
+    hopper = described("sm_90")
+    found["attention decodes invariant sm_90"] = invariant_case(hopper, "fp8e4nv")
+    # What takes the most shared memory.
+    found["tiles of float32 sm_90"] = attention_cases(hopper, "fp8e4nv", activations="fp32")["attention tiles"]
+    return found | family_cases(hopper)
 
 
 def decode_cases() -> dict[str, Case]:
