@@ -207,46 +207,12 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
 }
 
 #include "avx2_linear_int.h"
+#include "vector_kernels.h"
 
-#define KERNELS(INT) \
-    { \
-        .rmsnorm = rmsnorm, \
-        .add_rmsnorm = add_rmsnorm, \
-        .layernorm = layernorm, \
-        .activate = activate, \
-        .soft_cap = soft_cap, \
-        .log_softmax = log_softmax, \
-        .argmax = argmax, \
-        .quantize = quantize, \
-        .round_input = QS_NAME(round_input), \
-        .linear_int = INT, \
-        .int_rows = 12, \
-        .linear_float = linear_float, \
-        .shrink = shrink, \
-        .expand = expand, \
-        .rope_kv = rope_kv, \
-        .attend = attend, \
-        .latent_kv = QS_NAME(latent_kv), \
-        .attend_latent = attend_latent, \
-        .finish_latent = finish_latent, \
-        .search_scale = QS_NAME(search_scale), \
-        .choose_scale = QS_NAME(choose_scale), \
-        .sweep = QS_NAME(sweep), \
-        .trellis_bytes = QS_NAME(trellis_bytes), \
-        .trellis_sweep = QS_NAME(trellis_sweep), \
-        .decode = decode, \
-        .route = QS_NAME(route), \
-        .combine = QS_NAME(combine), \
-        .sigmoid_mul = QS_NAME(sigmoid_mul), \
-        .draw = QS_NAME(draw), \
-        .convolve = convolve, \
-        .delta = delta, \
-    }
-
-const qs_kernels qs_kernels_avx2 = KERNELS(linear_many);
+const qs_kernels qs_kernels_avx2 = VECTOR_KERNELS(linear_many, 2 * BLOCK_ROWS, decode);
 #ifdef QS_VNNI
-const qs_kernels qs_kernels_vex = KERNELS(qs_vex_linear_int);
-const qs_kernels qs_kernels_evex = KERNELS(qs_evex_linear_int);
+const qs_kernels qs_kernels_vex = VECTOR_KERNELS(qs_vex_linear_int, 2 * BLOCK_ROWS, decode);
+const qs_kernels qs_kernels_evex = VECTOR_KERNELS(qs_evex_linear_int, 2 * BLOCK_ROWS, decode);
 #endif
 #ifdef __clang__
 #pragma clang attribute pop

@@ -115,39 +115,9 @@ INLINE void int_group(const int_walk *at, int32_t zero, int32_t width, float sum
     }
 }
 
-const qs_kernels qs_kernels_neon = {
-    .rmsnorm = rmsnorm,
-    .add_rmsnorm = add_rmsnorm,
-    .layernorm = layernorm,
-    .activate = activate,
-    .soft_cap = soft_cap,
-    .log_softmax = log_softmax,
-    .argmax = argmax,
-    .quantize = quantize,
-    .round_input = QS_NAME(round_input),
-    .linear_int = linear_int,
-    .int_rows = 12,
-    .linear_float = linear_float,
-    .shrink = shrink,
-    .expand = expand,
-    .rope_kv = rope_kv,
-    .attend = attend,
-    .latent_kv = QS_NAME(latent_kv),
-    .attend_latent = attend_latent,
-    .finish_latent = finish_latent,
-    .search_scale = QS_NAME(search_scale),
-    .choose_scale = QS_NAME(choose_scale),
-    .route = QS_NAME(route),
-    .combine = QS_NAME(combine),
-    .sigmoid_mul = QS_NAME(sigmoid_mul),
-    .convolve = convolve,
-    .delta = delta,
-    .sweep = QS_NAME(sweep),
-    .trellis_bytes = QS_NAME(trellis_bytes),
-    .trellis_sweep = QS_NAME(trellis_sweep),
-    .decode = QS_NAME(decode),
-    .draw = QS_NAME(draw),
-};
+#include "vector_kernels.h"
+
+const qs_kernels qs_kernels_neon = VECTOR_KERNELS(linear_int, 12, QS_NAME(decode));
 #ifdef __clang__
 #pragma clang attribute pop
 #endif
