@@ -25,6 +25,7 @@ def test_they_are_those_of_the_drawn_tokens(tiny_model, monkeypatch):
         return drawn[-1]
 
     monkeypatch.setattr(torch, "multinomial", noted)
+    monkeypatch.setattr("qserve.kernels.products.multiplied", lambda device=None: torch.float32)  # as autograd here
     monkeypatch.setattr("qserve.calibration.output_gradients.PIECE", 5)
     before = {name: linear.weight.clone() for name, linear in linears.items()}
     told = []
@@ -48,7 +49,7 @@ def test_they_are_those_of_the_drawn_tokens(tiny_model, monkeypatch):
     for name, stats in found.items():
         assert stats.tokens == 51
         wanted = 2 / 51 * expected[name]
-        assert float((stats.hessian - wanted).norm() / wanted.norm()) < 0.05, name  # products may be in bfloat16
+        assert float((stats.hessian - wanted).norm() / wanted.norm()) < 1e-4, name
     assert all(torch.equal(linear.weight, before[name]) and linear.weight.grad is None
                for name, linear in linears.items())  # fmt: skip
 
