@@ -129,8 +129,8 @@ INLINE void store_dots(int32_t *dots, const int odd, const int last)
         _tile_stored(EVEN, dots, 64);
 }
 
-/* Scales the dots of a group of a strip, and adds them to the sums: as avx512_linear_int.h does, bit for bit. Rows that do not exist
- * read what lies behind the others. */
+/* Scales the dots of a group of a strip, and adds them to the sums: as avx512_linear_int.h does, bit for bit. Rows that do
+ * not exist read what lies behind the others. */
 INLINE void add_group(const strips_of *at, int32_t strip, int32_t g, const int32_t *dots, __m512 *sums, const int rows,
                       const int kind)
 {
