@@ -3,8 +3,8 @@
 One configuration of every kernel for each architecture, by the oldest and the newest Triton of PyPI, or by the named
 versions (``3.7.1``, ``3.8.*``). Each is installed alone into a folder of DIR and put before the Triton that is here;
 what is there already is left alone, and the newest is passed by where it is the one that is here, which pytest tests.
-What each compiles for sm_90 runs some tests in the emulator. Exits with 1 where a kernel does not compile, spills, or
-needs more shared memory than its architecture has, or a test fails.
+What each compiles for sm_90 runs some tests in the emulator. Exits with 1 where a kernel does not compile, spills
+(those of float32 may), or needs more shared memory than its architecture has, or a test fails.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def faults(made: dict[str, Compiled]) -> list[str]:
     found = []
     for name, kernel in made.items():
         architecture = re.findall(r"sm_\d+", name)[0]
-        if parked(kernel):
+        if parked(kernel) and "float32" not in name:  # no model is served fast in float32
             found.append(f"{name}: {kernel.spills} bytes of spills")
         if kernel.shared_bytes > described(architecture).shared_bytes:
             found.append(f"{name}: {kernel.shared_bytes} bytes of shared memory")
