@@ -26,13 +26,13 @@ static int has_avx_vnni(void)
 #define TILE_DATA 18            /* the state of tiles, of which the system keeps that of each thread */
 #define REQUEST_STATE 0x1023    /* ARCH_REQ_XCOMP_PERM */
 
-/* Whether the processor has tiles of bytes, and the system lets this process use them. */
+/* Whether the processor has tiles of bytes and of bfloat16, and the system lets this process use them. */
 static int has_amx(void)
 {
     static atomic_int known = -1;
     unsigned a, b, c, d = 0;
     if (atomic_load_explicit(&known, memory_order_relaxed) < 0) {
-        const int tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 25 & 1);
+        const int tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
         atomic_store(&known, tiles && syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0);
     }
     return atomic_load_explicit(&known, memory_order_relaxed);

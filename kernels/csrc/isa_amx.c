@@ -1,4 +1,4 @@
-/* AMX, products of tiles of 16 rows of 64 bytes: the integer product for the kernels of AVX-512. */
+/* AMX, products of tiles: the integer product for the kernels of AVX-512. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <string.h>
@@ -15,6 +15,7 @@
 #pragma GCC diagnostic ignored "-Wunused-function"
 
 #define QS_NAME(name) qs_tiles_##name
+#include "amx_tiles.h"
 #include "portable.h"
 #include "avx512_vectors.h"
 #include "rows.h"
@@ -42,19 +43,6 @@ enum { SIGNED, LIFTED, WIDE };
 #define LAST_ODD 4
 #define LAST_INPUTS 5
 #define WEIGHTS 6
-
-/* Makes the compiler write what lies at `memory` and elsewhere: gcc does not know what the instructions of tiles read. */
-INLINE void written(const void *memory)
-{
-    __asm__ volatile("" : : "r"(memory) : "memory");
-}
-
-/* What LDTILECFG reads. */
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} tile_shapes;
 
 static void shape_tiles(int32_t last_rows, int32_t inputs)
 {

@@ -15,6 +15,10 @@ int32_t qs_multiplies_bf16(int32_t isa)
 static const qs_products *products_of(int32_t isa, int32_t dtype)
 {
 #ifdef QS_BF16_PRODUCTS
+#ifdef QS_AMX_TILES
+    if (dtype == QS_BF16 && isa == QS_AMX)
+        return qs_multiplies_bf16(isa) ? &qs_products_tiles : NULL;
+#endif
     if (dtype == QS_BF16)
         return qs_multiplies_bf16(isa) ? &qs_products_bf16 : NULL;
 #endif
@@ -43,10 +47,13 @@ int32_t qs_add_moment(const qs_moment *op, int64_t first, int64_t tiles, int32_t
     int64_t at = 0;
     int32_t panel = op->dtype == QS_BF16 ? QS_BF16_PANEL : QS_F32_PANEL;
     int32_t rows = (op->height + panel - 1) / panel, columns = (op->width + panel - 1) / panel;
-    for (int32_t i = 0; products && i < rows; i++)
-        for (int32_t j = op->upper ? i : 0; j < columns; j++, at++)
-            if (at >= first && at < first + tiles)
-                products->add_tile(op, i, j);
+    for (int32_t i = 0; products && i < rows; i++) {
+        const int32_t start = op->upper ? i : 0, all = columns - start;
+        const int64_t from = first > at ? first - at : 0, end = first + tiles - at < all ? first + tiles - at : all;
+        if (from < end)
+            products->add_tiles(op, i, start + (int32_t)from, start + (int32_t)end);
+        at += all;
+    }
     return products ? 0 : -1;
 }
 

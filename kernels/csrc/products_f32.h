@@ -95,6 +95,12 @@ static void QS_NAME(add_tile)(const qs_moment *op, int32_t i, int32_t j)
     }
 }
 
+static void QS_NAME(add_tiles)(const qs_moment *op, int32_t i, int32_t j, int32_t end)
+{
+    for (; j < end; j++)
+        QS_NAME(add_tile)(op, i, j);
+}
+
 /* Some rows by all columns of a packed matrix. If fewer rows than ROWS are left, each is multiplied alone. */
 static void QS_NAME(multiply)(const qs_product *op, int32_t first, int32_t rows)
 {
@@ -231,7 +237,7 @@ static int32_t QS_NAME(attend)(const qs_causal *op, int64_t from, int64_t items)
 
 const qs_products QS_TABLE = {
     .pack = QS_NAME(pack),
-    .add_tile = QS_NAME(add_tile),
+    .add_tiles = QS_NAME(add_tiles),
     .attend = QS_NAME(attend),
     .multiply = QS_NAME(multiply),
 };

@@ -56,7 +56,7 @@ enum qs_op_kind {
  * its Microscaling Formats: 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign. */
 enum qs_dtype { QS_F32 = 0, QS_F16 = 1, QS_BF16 = 2, QS_U8 = 3, QS_U4 = 4, QS_F8 = 5, QS_I8 = 6, QS_TRELLIS = 7, QS_F4 = 8 };
 /* QS_AVX512 has VNNI, QS_NEON the dot product of Armv8.2. QS_AVXVNNI is QS_AVX2 with VNNI for its vectors,
- * QS_AMX is QS_AVX512 with tiles of bytes. */
+ * QS_AMX is QS_AVX512 with tiles of bytes and of bfloat16. */
 enum qs_isa { QS_SCALAR = 0, QS_AVX2 = 1, QS_AVX512 = 2, QS_NEON = 3, QS_AVXVNNI = 4, QS_AMX = 5 };
 /* silu(x) = x / (1 + exp(-x)), gelu by erf or by tanh, relu(x) = max(x, 0), relu2 its square. swigluoai(x) is
  * y / (1 + exp(-1.702 y)) for y = min(x, 7); the factor f of such a gate is min(max(f, -7), 7) + 1. */

@@ -1,5 +1,5 @@
 """The products of calibration against torch in float64 on the same numbers, at odd sizes: on every ISA of this machine,
-and in bfloat16 where it has that."""
+and in bfloat16 where it has that, in vectors and in tiles."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from qserve.kernels.products import add_moment, attend_causal, multiplied
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="there are no C kernels")
 
-KINDS = [*native.available(), *(["bfloat16"] if native.available() and multiplied() == torch.bfloat16 else [])]
+BFLOAT16 = native.available() and multiplied() == torch.bfloat16
+KINDS = [(isa, torch.float32) for isa in native.available()]
+KINDS += [(isa, torch.bfloat16) for isa in native.available() if BFLOAT16 and isa in ("avx512", "amx")]
 
 
-@pytest.fixture(params=KINDS, autouse=True)
+@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]} {kind[1]}", autouse=True)
 def kind(request, monkeypatch):
-    """What multiplies: an ISA in float32, or the best one in bfloat16."""
-    if request.param != "bfloat16":
-        monkeypatch.setattr(native, "best_isa", lambda: request.param)
-        monkeypatch.setattr(products, "multiplied", lambda device=None: torch.float32)
+    """What multiplies: an ISA, and the numbers."""
+    isa, dtype = request.param
+    monkeypatch.setattr(native, "best_isa", lambda: isa)
+    monkeypatch.setattr(products, "multiplied", lambda device=None: dtype)
     return request.param
 
 
@@ -124,7 +126,7 @@ def test_without_the_library_torch_multiplies(monkeypatch) -> None:
 
 
 SHAPES = [(2, 9, 3, 130, 64), (1, 4, 2, 37, 32), (3, 2, 2, 1, 64), (1, 1, 1, 67, 128), (2, 6, 2, 65, 80),
-          (1, 2, 1, 5, 6)]
+          (1, 2, 1, 5, 6), (2, 3, 1, 96, 64), (1, 2, 2, 160, 96), (1, 2, 1, 32, 80)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
