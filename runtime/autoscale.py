@@ -27,6 +27,7 @@ class Autoscale:
         target_ongoing_requests: requests per replica, running and waiting, above which another one is started.
         cooldown: seconds. The most that was needed within them is kept.
         interval: seconds between two decisions.
+        spare_replicas: ready for a burst, beyond those that the load needs; none of them while there is no load.
     """
 
     min_replicas: int = 1
@@ -36,6 +37,7 @@ class Autoscale:
     target_ongoing_requests: float = math.inf
     cooldown: float = 120.0
     interval: float = 5.0
+    spare_replicas: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_replicas <= self.max_replicas or self.max_replicas < 1:
@@ -43,7 +45,7 @@ class Autoscale:
                 "max_replicas must be at least 1 and not below min_replicas, which is at least 0: not "
                 f"{self.min_replicas} to {self.max_replicas}"
             )
-        for name in ("queue", "cooldown"):
+        for name in ("queue", "cooldown", "spare_replicas"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise UsageError(f"{name} must be at least 0, not {value}")
         for name in ("ttft", "target_ongoing_requests", "interval"):
@@ -85,7 +87,8 @@ def needed(load: Load, rate: float, capacity: float, rule: Autoscale) -> int:
         found = max(found, math.ceil(load.ready * load.waiting / (rate * rule.ttft)))
     if capacity:
         found = max(found, math.ceil(rate / (HEADROOM * capacity)))
-    return min(max(min(found, GROWTH * max(count, 1)), rule.min_replicas), rule.max_replicas)
+    found = min(found, GROWTH * max(count, 1))
+    return min(max(found + rule.spare_replicas if found else 0, rule.min_replicas), rule.max_replicas)
 
 
 class Autoscaler:

@@ -120,6 +120,9 @@ def simulate(
     ] = None,
     scale_queue: Annotated[float, typer.Option(help="Waiting requests per engine that start another.")] = 4.0,
     cooldown: Annotated[float, typer.Option(help="Seconds for which engines stay that were needed.")] = 120.0,
+    spare_replicas: Annotated[
+        int, typer.Option(help="Engines beyond those that a load needs, ready for a burst; none without a load.")
+    ] = 0,
     start_delay: Annotated[float, typer.Option(help="Seconds until an engine that is started serves.")] = 60.0,
     max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and output.")] = 8192,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
@@ -244,8 +247,9 @@ def simulate(
     scale = None
     if max_replicas is not None:
         scale = Autoscale(
-            replicas, max_replicas, scale_queue, objective.ttft, float(max_num_seqs), cooldown=cooldown
-        )
+            replicas, max_replicas, scale_queue, objective.ttft, float(max_num_seqs), cooldown,
+            spare_replicas=spare_replicas,
+        )  # fmt: skip
     if prefill_replicas and kv_transfer is None:
         raise UsageError("--prefill-replicas needs --kv-transfer")
     if not 0 <= kv_offload_blocks <= 1 << 24:

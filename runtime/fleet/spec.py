@@ -15,7 +15,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.runtime.autoscale import Autoscale
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
-_RULE = ("queue", "ttft", "target_ongoing_requests", "cooldown", "interval")
+_RULE = ("queue", "ttft", "target_ongoing_requests", "cooldown", "interval", "spare_replicas")
 _OURS = ("--host", "--port", "--uds", "--api-key", "--api-keys", "--served-model-name", "--log-format", "--config",
          "--tls-cert", "--ssl-certfile", "--tls-key", "--ssl-keyfile")  # fmt: skip
 MAX_REPLICAS = 10_000
@@ -158,7 +158,7 @@ _FLEET = {"host": _TEXT, "port": _COUNT, "routing": _TEXT, "api_keys": _TEXT, "t
           "allowed_hosts": _TEXTS, "cors_origins": _TEXTS}  # fmt: skip
 _MODEL = {"model": _TEXT, "replicas": _COUNT, "min_replicas": _COUNT, "max_replicas": _COUNT, "roles": _COUNTS,
           "kv_transfer": _FLAG, "cpus": _COUNT, "gpus": _COUNT, "options": _TEXTS, "version": _TEXT,
-          **dict.fromkeys(_RULE, _NUMBER)}  # fmt: skip
+          **dict.fromkeys(_RULE, _NUMBER), "spare_replicas": _COUNT}  # fmt: skip
 
 
 def _model(name: str, given: dict[str, Any]) -> ModelSpec:

@@ -35,6 +35,19 @@ def test_what_a_load_needs(load: Load, rate: float, capacity: float, count: int)
     assert needed(load, rate, capacity, RULE) == count
 
 
+@pytest.mark.parametrize(
+    ("load", "count"),
+    [
+        (replace(IDLE, ready=0), 0),  # a model that nobody asks has none
+        (replace(IDLE, ongoing=1), 3),
+        (replace(IDLE, ready=2, ongoing=300), 6),
+        (replace(IDLE, ready=9, ongoing=300), 10),
+    ],
+)
+def test_spare_replicas_are_beyond_those_that_are_needed(load: Load, count: int) -> None:
+    assert needed(load, 0.0, 0.0, replace(RULE, spare_replicas=2)) == count
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.integers(0, 400), st.integers(0, 400))),
     st.integers(0, 3),
@@ -79,8 +92,11 @@ def test_a_rate_that_needed_two_keeps_two() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [{"max_replicas": 0}, {"min_replicas": 2}, {"interval": 0.0}, {"cooldown": -1.0}, {"ttft": 0.0}]
-)
+    "rule", [
+        {"max_replicas": 0}, {"min_replicas": 2}, {"interval": 0.0}, {"cooldown": -1.0}, {"ttft": 0.0},
+        {"spare_replicas": -1},
+    ],
+)  # fmt: skip
 def test_what_makes_no_sense_is_refused(rule: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         Autoscale(**rule)  # type: ignore[arg-type]

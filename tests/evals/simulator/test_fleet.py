@@ -200,6 +200,20 @@ def test_no_replica_runs_while_nobody_asks_and_who_asks_first_waits_for_the_star
     assert sum((usage.died or 0.0) - usage.born for usage in outcome.usages) < 100
 
 
+def test_a_spare_replica_takes_a_burst_before_others_have_started() -> None:
+    calm = list(Traffic(2.0, 100, Lengths(10), Lengths(20), max_model_len=100))
+    arrivals = [*calm, *(Arrival(calm[-1].time + 0.02 * i, 10, 20) for i in range(200))]
+    scale = Autoscale(1, 4, queue=2.0, cooldown=200.0, interval=1.0)
+    waited = {}
+    for spare in (0, 2):
+        rule = replace(scale, spare_replicas=spare)
+        fleet = FleetConfig(config(waiting=1000), 1, "least-loaded", rule, start_delay=30.0)
+        outcome = Fleet(fleet, COST).run(arrivals)
+        assert len(outcome.records) == 300 and max(count for _, count in outcome.scaling) <= 4
+        waited[spare] = max(outcome.records.ttft())
+    assert waited[2] < 0.5 * waited[0]
+
+
 def test_a_request_that_never_fits_is_counted_and_nothing_else() -> None:
     outcome = Fleet(FleetConfig(config()), COST).run([Arrival(0.0, 500, 3), Arrival(1.0, 10, 3)])
     assert outcome.records.rejected == 1 and len(outcome.records) == 1

@@ -164,6 +164,7 @@ model = "out2"
 min_replicas = 0
 max_replicas = 4
 ttft = 0.5
+spare_replicas = 1
 cpus = 2
 options = ["--max-model-len", "2048"]
 [aliases.chat]
@@ -178,7 +179,7 @@ def test_a_file_says_a_fleet(tmp_path: Path) -> None:
     spec = FleetSpec.read(path)
     assert spec.port == 9000 and spec.aliases == {"chat": {"v1": 95, "v2": 5}}
     assert not spec.models["v1"].is_scaled and spec.models["v1"].start == 2
-    assert spec.models["v2"].scale == Autoscale(0, 4, ttft=0.5) and spec.models["v2"].start == 1
+    assert spec.models["v2"].scale == Autoscale(0, 4, ttft=0.5, spare_replicas=1) and spec.models["v2"].start == 1
     assert FleetSpec.from_json(spec.to_json()) == spec
     roles = {"model": "o", "roles": {"prefill": 1, "decode": 2}}
     spec = FleetSpec.of({"models": {"r": roles, "x": {"model": "o", "kv_transfer": True}}})
