@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from qserve.runtime.beam import Beam, BeamSearch
-from qserve.runtime.detokenizer import Detokenizer, StopChecker
+from qserve.runtime.detokenizer import Detokenizer, StopChecker, new_detokenizer
 from qserve.runtime.grammar_state import GrammarState
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.pooling import Pool
@@ -173,7 +173,7 @@ class Choice:
     def _new_detokenizer(self) -> Detokenizer:
         sequence = self.sequence
         params = sequence.params
-        return Detokenizer(
+        return new_detokenizer(
             self._tokenizer, sequence.prompt_token_ids, params.skip_special_tokens, visible=params.visible_tokens
         )
 

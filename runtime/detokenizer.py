@@ -1,10 +1,12 @@
-"""``Detokenizer`` turns new tokens into final text, ``StopChecker`` ends it at stop strings.
+"""A ``Detokenizer`` turns new tokens into final text, ``StopChecker`` ends it at stop strings.
 
 Tokens may hold parts of a character, and a token's leading space depends on what stands before it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from codecs import utf_8_decode
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import takewhile
@@ -19,15 +21,77 @@ CONTEXT = 5  # tokens kept before the next one; more than the tokens of one char
 MAX_WINDOW = 24
 
 
-class Detokenizer:
+class Detokenizer(ABC):
     """The text of one growing output, given out piece by piece.
 
     The pieces joined are what ``tokenizer.decode`` returns for all the tokens, with the leading space that the prompt
     before them calls for. A character is given out when its last byte is there; bytes that never become one are given
     out as U+FFFD.
+    """
 
-    Only a short window of tokens is decoded at each step. Its first tokens are context. The window is shortened to a
-    tail that decodes alone to the same text as at the end of the window.
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool, visible: Sequence[int]) -> None:
+        self._skipped = special_ids(tokenizer).difference(visible) if skip_special_tokens else frozenset()
+        self._size = len(tokenizer)
+
+    @abstractmethod
+    def append(self, token_ids: Iterable[int]) -> str:
+        """Take new tokens; return the text that is now final. It often belongs to earlier tokens, and may be empty."""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """What was held back, at the end of the output."""
+
+    def _kept(self, token_ids: Iterable[int]) -> list[int]:
+        """The tokens that have text."""
+        return [token for token in token_ids if token < self._size and token not in self._skipped]
+
+
+def new_detokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_token_ids: Sequence[int] = (),
+    skip_special_tokens: bool = True,
+    visible: Sequence[int] = (),
+) -> Detokenizer:
+    """For the output behind a prompt. ``visible``: special tokens that are not skipped."""
+    if _is_byte_level(tokenizer):
+        return ByteDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens, visible)
+    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens, visible)
+
+
+class ByteDetokenizer(Detokenizer):
+    """Where each token stands for bytes, whatever is before it: those are UTF-8, and nothing is decoded twice."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        visible: Sequence[int] = (),
+    ) -> None:
+        super().__init__(tokenizer, skip_special_tokens, visible)
+        self._known = _token_text(tokenizer)
+        self._held = b""  # the beginning of a character
+        self.append(prompt_token_ids[-4 * CONTEXT :])
+
+    def append(self, token_ids: Iterable[int]) -> str:
+        text = ""
+        for token in self._kept(token_ids):
+            known = self._known[token]
+            if self._held or isinstance(known, bytes):
+                data = self._held + (known if isinstance(known, bytes) else known.encode())
+                known, used = utf_8_decode(data, "replace", False)
+                self._held = data[used:]
+            text += known
+        return text
+
+    def flush(self) -> str:
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")
+
+
+class WindowDetokenizer(Detokenizer):
+    """For any tokenizer. Only a short window of tokens is decoded at each step. Its first tokens are context. The
+    window is shortened to a tail that decodes alone to the same text as at the end of the window.
     """
 
     def __init__(
@@ -37,19 +101,16 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         visible: Sequence[int] = (),
     ) -> None:
-        """``visible``: special tokens that are not skipped."""
+        super().__init__(tokenizer, skip_special_tokens, visible)
         self._tokenizer = tokenizer
-        self._skipped = special_ids(tokenizer).difference(visible) if skip_special_tokens else frozenset()
         self._skip = skip_special_tokens and not visible  # the window never holds skipped tokens
         self._bytes = _byte_tokens(tokenizer)
-        self._size = len(tokenizer)
         kept = self._kept(prompt_token_ids[-4 * CONTEXT :])
         self._window = next(self._tails(kept))
         self._sent = len(self._decode(self._window))  # characters of the window's text that were given out
         self._pending = 0  # tokens since the text last ended with a whole character
 
     def append(self, token_ids: Iterable[int]) -> str:
-        """Take new tokens; return the text that is now final. It often belongs to earlier tokens, and may be empty."""
         return "".join(map(self._step, self._kept(token_ids)))
 
     def _step(self, token: int) -> str:
@@ -74,7 +135,6 @@ class Detokenizer:
         return partial if self._pending < MAX_PARTIAL else min(partial, MAX_PARTIAL)
 
     def flush(self) -> str:
-        """What was held back, at the end of the output."""
         text = self._decode(self._window)
         return self._take(text, len(text))
 
@@ -101,10 +161,6 @@ class Detokenizer:
             if tail and self._bytes.get(tail[0], 0) >> 6 != 0b10:
                 yield tail
         yield window[-CONTEXT:]  # bytes that are no character anyway
-
-    def _kept(self, token_ids: Iterable[int]) -> list[int]:
-        """The tokens that have text: the others would only take the place of context."""
-        return [token for token in token_ids if token < self._size and token not in self._skipped]
 
     def _decode(self, token_ids: list[int]) -> str:
         return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip)
@@ -162,6 +218,44 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that have no text of their own."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def _byte_characters() -> dict[str, int]:
+    """How GPT-2's byte-level tokens write bytes: a printable one as itself, the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_characters()
+
+
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and type(backend.decoder).__name__ == "ByteLevel"
+
+
+class _TokenText(dict[int, str | bytes]):
+    """Of a byte-level vocabulary: a token's text, or its bytes where those are no whole characters."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+
+    def __missing__(self, token: int) -> str | bytes:
+        written = self._backend.id_to_token(token) or ""
+        try:
+            data = bytes(BYTE_OF[character] for character in written)
+        except KeyError:  # an added token, which stands for itself
+            data = written.encode()
+        try:
+            found: str | bytes = data.decode()
+        except UnicodeDecodeError:
+            found = data
+        self[token] = found
+        return found
+
+
+_token_text = lru_cache(maxsize=8)(_TokenText)
 
 
 @lru_cache(maxsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 
@@ -13,7 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 from qserve.checkpoint.demo import demo_path
 from qserve.checkpoint.gguf import GGUFFile
-from qserve.runtime.detokenizer import Detokenizer, StopChecker, decode
+from qserve.runtime.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    StopChecker,
+    WindowDetokenizer,
+    decode,
+    new_detokenizer,
+)
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, and then it does it again.",
@@ -22,6 +30,10 @@ SENTENCES = [
     "def main(args):\n\treturn {k: v for k, v in args}\n",
 ]
 KINDS = ["byte_level", "byte_fallback"] + (["demo"] if demo_path().exists() else [])
+# What is taken for a tokenizer, and what would serve it, too.
+EVERY = [(kind, new_detokenizer) for kind in KINDS]
+EVERY += [(kind, WindowDetokenizer) for kind in KINDS if kind != "byte_fallback"]
+every = pytest.mark.parametrize(("kind", "made"), EVERY)
 
 
 @lru_cache
@@ -50,6 +62,9 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
+Made = Callable[..., Detokenizer]
+
+
 def pieces(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> list[str]:
     """Feed ``ids`` in chunks of ``sizes`` (then one by one), then flush."""
     deltas, at = [], 0
@@ -67,46 +82,46 @@ TEXT = st.one_of(
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every
 @settings(max_examples=150, deadline=None)
 @given(text=TEXT, sizes=st.lists(st.integers(1, 4), max_size=10))
 @example(text="😀" * 40, sizes=[])
 @example(text="é😀" * 40, sizes=[3, 2])
 @example(text="\ufffd" * 30 + "x", sizes=[])
-def test_pieces_join_to_the_decoded_text(kind: str, text: str, sizes: list[int]) -> None:
+def test_pieces_join_to_the_decoded_text(kind: str, made: Made, text: str, sizes: list[int]) -> None:
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    deltas = pieces(Detokenizer(tokenizer, []), ids, sizes)
+    deltas = pieces(made(tokenizer, []), ids, sizes)
     whole = decode(tokenizer, ids)
     assert "".join(deltas) == whole
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every
 @settings(max_examples=100, deadline=None)
 @given(prompt=TEXT, text=TEXT)
 @example(prompt="the", text="the")
 @example(prompt="x" + "😀" * 9, text="😀é")
-def test_output_continues_the_prompt(kind: str, prompt: str, text: str) -> None:
+def test_output_continues_the_prompt(kind: str, made: Made, prompt: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
     before = tokenizer.encode(prompt, add_special_tokens=False)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    deltas = pieces(Detokenizer(tokenizer, before), ids, [])
+    deltas = pieces(made(tokenizer, before), ids, [])
     assert decode(tokenizer, before) + "".join(deltas) == decode(tokenizer, before + ids)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", *(["demo"] if "demo" in KINDS else [])])
+@pytest.mark.parametrize(("kind", "made"), [each for each in EVERY if each[0] != "byte_fallback"])
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_bytes_at_all(kind: str, data: st.DataObject) -> None:
+def test_any_bytes_at_all(kind: str, made: Made, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)
     ids = data.draw(st.lists(st.integers(0, min(len(tokenizer), 420) - 1), max_size=80))
-    assert "".join(pieces(Detokenizer(tokenizer, []), ids, [])) == decode(tokenizer, ids)
+    assert "".join(pieces(made(tokenizer, []), ids, [])) == decode(tokenizer, ids)
 
 
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 290), max_size=80))
 def test_byte_fallback_never_fails_on_wild_tokens(ids: list[int]) -> None:
-    detokenizer = Detokenizer(tokenizer_of("byte_fallback"), [])
+    detokenizer = new_detokenizer(tokenizer_of("byte_fallback"))
     text = "".join(pieces(detokenizer, ids, []))
     assert len(text) <= 6 * len(ids)
 
@@ -114,28 +129,34 @@ def test_byte_fallback_never_fails_on_wild_tokens(ids: list[int]) -> None:
 def test_a_character_waits_for_its_last_byte() -> None:
     tokenizer = tokenizer_of("byte_fallback")
     ids = tokenizer.encode("a😀", add_special_tokens=False)
-    detokenizer = Detokenizer(tokenizer, [])
+    detokenizer = new_detokenizer(tokenizer)
     assert [detokenizer.append([i]) for i in ids[-5:]] == ["a", "", "", "", "😀"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_unfinished_character_comes_out_at_the_end_only(kind: str) -> None:
+@every
+def test_unfinished_character_comes_out_at_the_end_only(kind: str, made: Made) -> None:
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode("hello 🦑", add_special_tokens=False)[:-1]
-    detokenizer = Detokenizer(tokenizer, [])
+    detokenizer = made(tokenizer, [])
     assert "\ufffd" not in "".join(detokenizer.append([i]) for i in ids)
     assert detokenizer.flush().startswith("\ufffd")
     assert detokenizer.flush() == ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_are_left_out_or_shown(kind: str) -> None:
+@every
+def test_special_tokens_are_left_out_or_shown(kind: str, made: Made) -> None:
     tokenizer = tokenizer_of(kind)
     eos = tokenizer.eos_token_id
     ids = [eos, *tokenizer.encode("the end", add_special_tokens=False), eos, len(tokenizer) + 7]
-    assert "".join(pieces(Detokenizer(tokenizer, []), ids, [])) == "the end"
-    shown = "".join(pieces(Detokenizer(tokenizer, [], skip_special_tokens=False), ids, []))
+    assert "".join(pieces(made(tokenizer, []), ids, [])) == "the end"
+    shown = "".join(pieces(made(tokenizer, [], skip_special_tokens=False), ids, []))
     assert shown.count(tokenizer.eos_token) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_tokenizer_has_its_detokenizer(kind: str) -> None:
+    expected = WindowDetokenizer if kind == "byte_fallback" else ByteDetokenizer
+    assert type(new_detokenizer(tokenizer_of(kind))) is expected
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
@@ -143,7 +164,7 @@ def test_the_window_stays_short(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     byte = tokenizer.convert_tokens_to_ids("<0x82>" if kind == "byte_fallback" else "Ĥ")
     for ids in ([byte] * 500, tokenizer.encode("😀 " * 200), tokenizer.encode("😀" * 200), [2] * 500):
-        detokenizer = Detokenizer(tokenizer, [])
+        detokenizer = WindowDetokenizer(tokenizer)
         detokenizer.append(ids)
         assert len(detokenizer._window) < 40
 
@@ -185,6 +206,6 @@ def test_nothing_that_may_become_a_stop_is_passed_on() -> None:
 def test_stop_split_across_tokens_and_inside_an_emoji_sequence(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode("the fox 👩\u200d👧 runs", add_special_tokens=False)
-    detokenizer, checker = Detokenizer(tokenizer, []), StopChecker(["\u200d👧"])
+    detokenizer, checker = new_detokenizer(tokenizer), StopChecker(["\u200d👧"])
     text = "".join(checker.append(detokenizer.append([i])) for i in ids)
     assert (text, checker.matched) == ("the fox 👩", "\u200d👧")

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from qserve.runtime.detokenizer import REPLACEMENT, decode, special_ids
+from qserve.runtime.detokenizer import BYTE_OF, REPLACEMENT, decode, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,8 +51,8 @@ class TokenTexts:
         piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
         if byte := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(byte[1], 16)])
-        if all(character in _BYTE_LEVEL for character in piece):
-            return bytes(_BYTE_LEVEL[character] for character in piece)
+        if all(character in BYTE_OF for character in piece):
+            return bytes(BYTE_OF[character] for character in piece)
         return text.encode()
 
 
@@ -119,13 +119,3 @@ def prompt_logprobs(texts: TokenTexts, following: Sequence[TokenLogprobs]) -> It
 
 def _finite(logprob: float) -> float:
     return max(logprob, LOWEST)
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """How GPT-2's byte-level tokens write bytes: a printable one as itself, the others from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_LEVEL = _byte_level_alphabet()

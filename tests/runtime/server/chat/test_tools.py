@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from qserve.runtime.constraint import Constraint
-from qserve.runtime.detokenizer import Detokenizer
+from qserve.runtime.detokenizer import new_detokenizer
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import RequestError, SamplingParams
 from qserve.runtime.server.chat.dialect import Dialect
@@ -429,7 +429,7 @@ def test_only_visible_special_tokens_have_text(scripted_engine: Engine) -> None:
     ids = tokenizer.encode("a🦊<tool_call>b</tool_call><|im_start|>🦊<|im_end|>c" * 9, add_special_tokens=False)
     visible = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
     for prompt in ([], ids):
-        detokenizer = Detokenizer(tokenizer, prompt, visible=visible)
+        detokenizer = new_detokenizer(tokenizer, prompt, visible=visible)
         text = "".join(detokenizer.append([token]) for token in ids) + detokenizer.flush()
         assert text == "a🦊<tool_call>b</tool_call>🦊c" * 9
 
