@@ -5,6 +5,8 @@ Tokens may hold parts of a character, and a token's leading space depends on wha
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
 from codecs import utf_8_decode
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,9 +55,7 @@ def new_detokenizer(
     visible: Sequence[int] = (),
 ) -> Detokenizer:
     """For the output behind a prompt. ``visible``: special tokens that are not skipped."""
-    if _is_byte_level(tokenizer):
-        return ByteDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens, visible)
-    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens, visible)
+    return _kind(tokenizer)(tokenizer, prompt_token_ids, skip_special_tokens, visible)
 
 
 class ByteDetokenizer(Detokenizer):
@@ -166,6 +166,42 @@ class WindowDetokenizer(Detokenizer):
         return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip)
 
 
+class PieceDetokenizer(WindowDetokenizer):
+    """Where a token that is no byte stands for its piece, but for a space at the very beginning: SentencePiece's.
+    A window is decoded only there, and for bytes and what follows them."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        visible: Sequence[int] = (),
+    ) -> None:
+        super().__init__(tokenizer, prompt_token_ids, skip_special_tokens, visible)
+        self._pieces = _pieces(tokenizer)
+        self._plain = self._is_plain()  # what comes next is a piece, unless it is a byte
+        self._stale = False  # all of the window's text was given out, and nobody knows how long it is
+
+    def _step(self, token: int) -> str:
+        piece = self._pieces[token]
+        if self._plain and piece is not None:
+            self._window = [*self._window[1 - CONTEXT :], token]
+            self._stale = True
+            return piece
+        if self._stale:
+            self._sent, self._stale = len(self._decode(self._window)), False
+        text = super()._step(token)
+        self._plain = self._pending == 0 and self._is_plain()
+        return text
+
+    def flush(self) -> str:
+        return "" if self._stale else super().flush()
+
+    def _is_plain(self) -> bool:
+        pieces = [self._pieces[token] for token in self._window]
+        return any(pieces) and pieces[-1] is not None
+
+
 class StopChecker:
     """Passes text on until one of ``stops`` appears in it; ``matched`` then says which.
 
@@ -230,9 +266,39 @@ def _byte_characters() -> dict[str, int]:
 BYTE_OF = _byte_characters()
 
 
-def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend is not None and type(backend.decoder).__name__ == "ByteLevel"
+@lru_cache(maxsize=8)
+def _kind(tokenizer: PreTrainedTokenizerBase) -> type[ByteDetokenizer] | type[WindowDetokenizer]:
+    """Goes by what the tokenizer's decoder does."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    if decoder is None:
+        return WindowDetokenizer
+    steps = json.loads(decoder.__getstate__())
+    if steps["type"] == "ByteLevel":
+        return ByteDetokenizer
+    return PieceDetokenizer if steps.get("decoders") in (_PIECES, [*_PIECES, _STRIPPED]) else WindowDetokenizer
+
+
+_SPACE = "\u2581"
+_PIECES = [
+    {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+]  # fmt: skip
+_STRIPPED = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+class _Pieces(dict[int, str | None]):
+    """Of SentencePiece's vocabulary: a token's text, or None for a single byte."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+
+    def __missing__(self, token: int) -> str | None:
+        written = self._backend.id_to_token(token) or ""
+        self[token] = found = None if _BYTE.fullmatch(written) else str(written).replace(_SPACE, " ")
+        return found
+
+
+_pieces = lru_cache(maxsize=8)(_Pieces)
 
 
 class _TokenText(dict[int, str | bytes]):

@@ -17,6 +17,7 @@ from qserve.checkpoint.gguf import GGUFFile
 from qserve.runtime.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
+    PieceDetokenizer,
     StopChecker,
     WindowDetokenizer,
     decode,
@@ -32,7 +33,7 @@ SENTENCES = [
 KINDS = ["byte_level", "byte_fallback"] + (["demo"] if demo_path().exists() else [])
 # What is taken for a tokenizer, and what would serve it, too.
 EVERY = [(kind, new_detokenizer) for kind in KINDS]
-EVERY += [(kind, WindowDetokenizer) for kind in KINDS if kind != "byte_fallback"]
+EVERY += [(kind, WindowDetokenizer) for kind in KINDS]
 every = pytest.mark.parametrize(("kind", "made"), EVERY)
 
 
@@ -118,12 +119,12 @@ def test_any_bytes_at_all(kind: str, made: Made, data: st.DataObject) -> None:
     assert "".join(pieces(made(tokenizer, []), ids, [])) == decode(tokenizer, ids)
 
 
-@settings(max_examples=100, deadline=None)
-@given(ids=st.lists(st.integers(0, 290), max_size=80))
-def test_byte_fallback_never_fails_on_wild_tokens(ids: list[int]) -> None:
-    detokenizer = new_detokenizer(tokenizer_of("byte_fallback"))
-    text = "".join(pieces(detokenizer, ids, []))
-    assert len(text) <= 6 * len(ids)
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, 290), max_size=80), prompt=st.lists(st.integers(0, 290), max_size=12))
+def test_byte_fallback_gives_wild_tokens_the_text_that_a_window_does(ids: list[int], prompt: list[int]) -> None:
+    tokenizer = tokenizer_of("byte_fallback")
+    texts = ["".join(pieces(made(tokenizer, prompt), ids, [])) for made in (PieceDetokenizer, WindowDetokenizer)]
+    assert texts[0] == texts[1] and len(texts[0]) <= 6 * len(ids) + 8
 
 
 def test_a_character_waits_for_its_last_byte() -> None:
@@ -155,7 +156,7 @@ def test_special_tokens_are_left_out_or_shown(kind: str, made: Made) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_tokenizer_has_its_detokenizer(kind: str) -> None:
-    expected = WindowDetokenizer if kind == "byte_fallback" else ByteDetokenizer
+    expected = PieceDetokenizer if kind == "byte_fallback" else ByteDetokenizer
     assert type(new_detokenizer(tokenizer_of(kind))) is expected
 
 
@@ -164,9 +165,10 @@ def test_the_window_stays_short(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     byte = tokenizer.convert_tokens_to_ids("<0x82>" if kind == "byte_fallback" else "Ĥ")
     for ids in ([byte] * 500, tokenizer.encode("😀 " * 200), tokenizer.encode("😀" * 200), [2] * 500):
-        detokenizer = WindowDetokenizer(tokenizer)
-        detokenizer.append(ids)
-        assert len(detokenizer._window) < 40
+        for made in (WindowDetokenizer, PieceDetokenizer) if kind == "byte_fallback" else (WindowDetokenizer,):
+            detokenizer = made(tokenizer)
+            detokenizer.append(ids)
+            assert len(detokenizer._window) < 40
 
 
 CUTS = st.lists(st.integers(0, 30), max_size=8)
