@@ -31,9 +31,23 @@ class Detokenizer(ABC):
     out as U+FFFD.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool, visible: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        visible: Sequence[int] = (),
+    ) -> None:
+        """For the output behind a prompt. ``visible``: special tokens that are not skipped."""
+        self._tokenizer = tokenizer
         self._skipped = special_ids(tokenizer).difference(visible) if skip_special_tokens else frozenset()
+        self._skips = skip_special_tokens and not visible  # all of them
         self._size = len(tokenizer)
+        self._begin(self._kept(prompt_token_ids[-4 * CONTEXT :]))
+
+    @abstractmethod
+    def _begin(self, prompt: list[int]) -> None:
+        """Behind the end of a prompt."""
 
     @abstractmethod
     def append(self, token_ids: Iterable[int]) -> str:
@@ -54,24 +68,17 @@ def new_detokenizer(
     skip_special_tokens: bool = True,
     visible: Sequence[int] = (),
 ) -> Detokenizer:
-    """For the output behind a prompt. ``visible``: special tokens that are not skipped."""
+    """The ``Detokenizer`` for this kind of tokenizer."""
     return _kind(tokenizer)(tokenizer, prompt_token_ids, skip_special_tokens, visible)
 
 
 class ByteDetokenizer(Detokenizer):
     """Where each token stands for bytes, whatever is before it: those are UTF-8, and nothing is decoded twice."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        visible: Sequence[int] = (),
-    ) -> None:
-        super().__init__(tokenizer, skip_special_tokens, visible)
-        self._known = _token_text(tokenizer)
+    def _begin(self, prompt: list[int]) -> None:
+        self._known = _token_text(self._tokenizer)
         self._held = b""  # the beginning of a character
-        self.append(prompt_token_ids[-4 * CONTEXT :])
+        self.append(prompt)
 
     def append(self, token_ids: Iterable[int]) -> str:
         text = ""
@@ -94,19 +101,9 @@ class WindowDetokenizer(Detokenizer):
     window is shortened to a tail that decodes alone to the same text as at the end of the window.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        visible: Sequence[int] = (),
-    ) -> None:
-        super().__init__(tokenizer, skip_special_tokens, visible)
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens and not visible  # the window never holds skipped tokens
-        self._bytes = _byte_tokens(tokenizer)
-        kept = self._kept(prompt_token_ids[-4 * CONTEXT :])
-        self._window = next(self._tails(kept))
+    def _begin(self, prompt: list[int]) -> None:
+        self._bytes = _byte_tokens(self._tokenizer)
+        self._window = next(self._tails(prompt))
         self._sent = len(self._decode(self._window))  # characters of the window's text that were given out
         self._pending = 0  # tokens since the text last ended with a whole character
 
@@ -163,22 +160,16 @@ class WindowDetokenizer(Detokenizer):
         yield window[-CONTEXT:]  # bytes that are no character anyway
 
     def _decode(self, token_ids: list[int]) -> str:
-        return decode(self._tokenizer, token_ids, skip_special_tokens=self._skip)
+        return decode(self._tokenizer, token_ids, skip_special_tokens=self._skips)
 
 
 class PieceDetokenizer(WindowDetokenizer):
     """Where a token that is no byte stands for its piece, but for a space at the very beginning: SentencePiece's.
     A window is decoded only there, and for bytes and what follows them."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        visible: Sequence[int] = (),
-    ) -> None:
-        super().__init__(tokenizer, prompt_token_ids, skip_special_tokens, visible)
-        self._pieces = _pieces(tokenizer)
+    def _begin(self, prompt: list[int]) -> None:
+        super()._begin(prompt)
+        self._pieces = _pieces(self._tokenizer)
         self._plain = self._is_plain()  # what comes next is a piece, unless it is a byte
         self._stale = False  # all of the window's text was given out, and nobody knows how long it is
 
