@@ -10,8 +10,8 @@ from qserve import console
 from qserve.commands.options import HtmlOut, JsonOut, MarkdownOut
 from qserve.commands.values import command_line
 from qserve.evals.planner.demand import Traffic, parse_traffic
-from qserve.evals.planner.deployment import Wish
-from qserve.evals.planner.replica_roofline import Efficiency
+from qserve.evals.planner.efficiency import Efficiency
+from qserve.evals.planner.wish import Wish
 from qserve.evals.slo import Slo, parse_duration, parse_slo
 
 _SHARES, _WISH = Efficiency(), Wish()

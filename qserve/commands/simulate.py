@@ -23,7 +23,7 @@ from qserve.commands.options import (
     Threads,
 )
 from qserve.commands.values import command_line
-from qserve.evals.planner.replica_roofline import Efficiency, Layout
+from qserve.evals.planner.efficiency import Efficiency
 from qserve.runtime.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
 
 _SHARES = Efficiency()
@@ -214,7 +214,7 @@ def simulate(
     steps: CostModel
     fits = max_num_seqs * -(-max_model_len // 16)
     if model is not None and gpu is not None:
-        steps = _on_gpu(model, gpu, Layout(tp), quantization, kv_cache_dtype, Efficiency(mfu=mfu, mbu=mbu))
+        steps = _on_gpu(model, gpu, tp, quantization, kv_cache_dtype, Efficiency(mfu=mfu, mbu=mbu))
         max_model_len, fits = min(max_model_len, steps.roofline.shape.context), steps.num_blocks(max_num_seqs)
         listed = steps.roofline.gpu.price
         price = listed.dollars * tp if price is None and listed is not None else price
@@ -294,15 +294,16 @@ def simulate(
 
 
 def _on_gpu(
-    model: str, gpu: str, layout: Layout, quantization: str, kv_cache_dtype: str, efficiency: Efficiency
+    model: str, gpu: str, tp: int, quantization: str, kv_cache_dtype: str, efficiency: Efficiency
 ) -> ModelCost:
     """What the planner would say of such a replica; nothing is loaded. Raises ``UsageError``."""
     from qserve.evals.planner import catalog
     from qserve.evals.planner.deployment import replica_roofline
+    from qserve.evals.planner.replica_roofline import Layout
     from qserve.evals.simulator.model_cost import ModelCost
 
     return ModelCost(
-        replica_roofline(catalog.model(model), catalog.gpu(gpu), layout, quantization, kv_cache_dtype, efficiency)
+        replica_roofline(catalog.model(model), catalog.gpu(gpu), Layout(tp), quantization, kv_cache_dtype, efficiency)
     )
 
 

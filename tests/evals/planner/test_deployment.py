@@ -16,12 +16,14 @@ from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.families import native_families
 from qserve.evals.planner import catalog, cost
 from qserve.evals.planner.demand import Traffic, parse_traffic
-from qserve.evals.planner.deployment import Deployment, Wish, choose, consider
+from qserve.evals.planner.deployment import Deployment, choose, consider
 from qserve.evals.planner.document import Document
+from qserve.evals.planner.efficiency import Efficiency
 from qserve.evals.planner.quantization import quantization
 from qserve.evals.planner.replica import Replica
-from qserve.evals.planner.replica_roofline import Efficiency, Layout, ReplicaRoofline
+from qserve.evals.planner.replica_roofline import Layout, ReplicaRoofline
 from qserve.evals.planner.served import SERVED, Served
+from qserve.evals.planner.wish import Wish
 from qserve.evals.report_files import write_report
 from qserve.evals.slo import Slo, parse_duration, parse_slo
 

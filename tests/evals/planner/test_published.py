@@ -9,8 +9,9 @@ import pytest
 
 from qserve.evals.planner import catalog, cost
 from qserve.evals.planner.deployment import replica_roofline
+from qserve.evals.planner.efficiency import Efficiency
 from qserve.evals.planner.quantization import quantization
-from qserve.evals.planner.replica_roofline import Efficiency, Layout, ReplicaRoofline
+from qserve.evals.planner.replica_roofline import Layout, ReplicaRoofline
 from qserve.evals.planner.shape import BLOCK, Linear
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.limits import SchedulerConfig

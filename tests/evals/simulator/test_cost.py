@@ -11,7 +11,8 @@ import pytest
 from qserve.checkpoint.errors import CapacityError, DataError, UsageError
 from qserve.evals.planner import catalog
 from qserve.evals.planner.deployment import replica_roofline
-from qserve.evals.planner.replica_roofline import Efficiency, Layout, ReplicaRoofline
+from qserve.evals.planner.efficiency import Efficiency
+from qserve.evals.planner.replica_roofline import Layout, ReplicaRoofline
 from qserve.evals.simulator.cost import FittedCost, RooflineCost, StepShape, shape_of
 from qserve.evals.simulator.fit import fit
 from qserve.evals.simulator.model_cost import ModelCost
