@@ -22,10 +22,8 @@ from qserve.evals.planner.replica import Load, Replica
 from qserve.evals.planner.replica_roofline import MACHINE, Layout, ReplicaRoofline
 from qserve.evals.planner.served import SERVED
 from qserve.evals.planner.shape import ModelShape
-from qserve.evals.planner.wish import Wish
+from qserve.evals.planner.wish import MOST_GPUS, Wish
 from qserve.evals.slo import Slo
-
-_MOST_GPUS = 64
 
 
 @dataclass(frozen=True)
@@ -215,4 +213,4 @@ def _layouts(
     if fitting or not layouts:
         return layouts
     most = layouts[-1].tp
-    return [*layouts, *(Layout(most, pp) for pp in (2, 4, 8) if pp <= shape.num_layers and pp * most <= _MOST_GPUS)]
+    return [*layouts, *(Layout(most, pp) for pp in (2, 4, 8) if pp <= shape.num_layers and pp * most <= MOST_GPUS)]

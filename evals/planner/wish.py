@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from qserve.checkpoint.errors import UsageError
 from qserve.evals.planner.quantization import KV_BYTES
 
-_MOST_GPUS = 64
+MOST_GPUS = 64
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Wish:
         if self.kv_dtype is not None and self.kv_dtype not in KV_BYTES:
             raise UsageError(f"a KV dtype is {', '.join(KV_BYTES)}, not {self.kv_dtype!r}")
         for name in ("tp", "pp"):
-            if not 0 <= getattr(self, name) <= _MOST_GPUS:
-                raise UsageError(f"--{name} must be from 1 to {_MOST_GPUS}, not {getattr(self, name)}")
+            if not 0 <= getattr(self, name) <= MOST_GPUS:
+                raise UsageError(f"--{name} must be from 1 to {MOST_GPUS}, not {getattr(self, name)}")
         if not 1 <= self.chunk <= 2**20:
             raise UsageError(f"--chunk must be a number of tokens, not {self.chunk}")
         if not 0 <= self.spare <= 1000:
