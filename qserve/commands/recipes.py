@@ -5,6 +5,8 @@ from __future__ import annotations
 RECIPES: tuple[tuple[str, str, str], ...] = (
     ("a good 4-bit model soon", "`--method gptq` (the default)",
      "every layer makes up for the errors of those before it"),
+    ("a closer one, of nearly that size", "`--asym`: zero points",
+     "a tenth less divergence for 0.06 bits a weight; vLLM, SGLang and qserve load it, transformers dequantizes it"),
     ("a better one, of a model that fits into memory in 32 bits", "`--method yaqa`",
      "outputs also make up for each other, where the whole model does not tell them apart"),
     ("the best model of 4 or 3 bits that others load, time does not matter", "`--effort best`; `--bits 3` for 3",
