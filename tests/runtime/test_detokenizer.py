@@ -160,6 +160,17 @@ def test_each_kind_of_tokenizer_has_its_detokenizer(kind: str) -> None:
     assert type(new_detokenizer(tokenizer_of(kind))) is expected
 
 
+def test_decoders_that_nobody_knows_have_a_window() -> None:
+    for decoder in (None, decoders.Metaspace(), decoders.Sequence([decoders.Fuse(), decoders.ByteFallback()])):
+        backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+        if decoder is not None:
+            backend.decoder = decoder
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+        detokenizer = new_detokenizer(tokenizer)
+        assert type(detokenizer) is WindowDetokenizer
+        assert "".join(pieces(detokenizer, [0, 1, 1], [])) == decode(tokenizer, [0, 1, 1])
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_the_window_stays_short(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
