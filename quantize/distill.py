@@ -123,19 +123,25 @@ def _has_scales(packed: QuantizedWeight) -> bool:
 
 
 class _Scaled:
-    """One linear while its scales are learned; ``multiplier`` float32 [out, groups] multiplies its first scales."""
+    """One linear while its scales are learned.
+
+    steps       [out, groups, width]: codes counted from their zero points, in as few bytes as hold them
+    multiplier  float32 [out, groups], multiplies the first scales
+    """
 
     def __init__(self, linear: nn.Linear, packed: QuantizedWeight) -> None:
         self.linear, self.packed = linear, packed
-        self.unpacked = replace(packed, stored=packed.codes)
+        steps = replace(packed, stored=packed.codes, scales=torch.ones_like(packed.scales)).dequantize()
+        small = packed.scheme.bits < 8 or packed.zeros is None
+        self.steps = steps.view(*packed.scales.shape, -1).to(torch.int8 if small else torch.int16)
         self.multiplier = torch.ones_like(packed.scales)
 
     def take_gradient(self) -> None:
         gradient, self.linear.weight.grad = self.linear.weight.grad, None
         self.multiplier.grad = None
         if gradient is not None:  # else an expert that none of these tokens reached
-            along = gradient * self.unpacked.dequantize()
-            self.multiplier.grad = along.view(*self.packed.scales.shape, -1).sum(dim=-1)
+            along = (gradient.view_as(self.steps) * self.steps).sum(dim=-1)
+            self.multiplier.grad = along * self.packed.scales
 
     def states(self, name: str, optimizer: torch.optim.Adam) -> Iterator[tuple[str, Tensor]]:
         """What ``resume`` needs, under ``name``: the multiplier, and Adam's moments of its gradient once it had one."""
@@ -154,7 +160,8 @@ class _Scaled:
         self.install()
 
     def install(self) -> None:
-        self.linear.weight.data = replace(self.unpacked, scales=self._scales()).dequantize()
+        weight = self.linear.weight.data
+        torch.mul(self.steps, self._scales()[..., None], out=weight.view_as(self.steps))
 
     def result(self) -> QuantizedWeight:
         return replace(self.packed, scales=self._scales())

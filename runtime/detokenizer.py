@@ -78,11 +78,14 @@ class ByteDetokenizer(Detokenizer):
     def _begin(self, prompt: list[int]) -> None:
         self._known = _token_text(self._tokenizer)
         self._held = b""  # the beginning of a character
-        self.append(prompt)
+        self._read(prompt)
 
     def append(self, token_ids: Iterable[int]) -> str:
+        return self._read(self._kept(token_ids))
+
+    def _read(self, tokens: list[int]) -> str:
         text = ""
-        for token in self._kept(token_ids):
+        for token in tokens:
             known = self._known[token]
             if self._held or isinstance(known, bytes):
                 data = self._held + (known if isinstance(known, bytes) else known.encode())

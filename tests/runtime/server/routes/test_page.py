@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qserve.runtime.detokenizer import Detokenizer
+from qserve.runtime.detokenizer import ByteDetokenizer
 from qserve.runtime.engine import Engine
 from qserve.runtime.server.config import ServerConfig
 from qserve.runtime.server.serve import ServerHandle
@@ -159,7 +159,7 @@ def test_the_engine_is_watched(page: Page, slow: None) -> None:
 def test_what_a_model_writes_stays_text(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
     pieces = iter([hostile, "\n\n```html\n", hostile, "\n```\n\nand `", hostile, "` and **", hostile, "**\0"])
-    monkeypatch.setattr(Detokenizer, "append", lambda self, tokens: next(pieces, ""))
+    monkeypatch.setattr(ByteDetokenizer, "append", lambda self, tokens: next(pieces, ""))
     page.opened()
     page.say(hostile, 10)
     page.wait(lambda: "10 tokens" in page.note())
