@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from qserve.runtime.beam import Beam, BeamSearch
-from qserve.runtime.detokenizer import Detokenizer, StopChecker, new_detokenizer
+from qserve.runtime.detokenizer import Detokenizer, new_detokenizer
 from qserve.runtime.grammar_state import GrammarState
 from qserve.runtime.output import RequestOutput
 from qserve.runtime.pooling import Pool
 from qserve.runtime.request import Request
 from qserve.runtime.sampler import Sampled, TokenLogprobs, prompt_logprobs
 from qserve.runtime.step_plan import RequestUpdate
+from qserve.runtime.stop_checker import StopChecker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

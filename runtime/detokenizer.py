@@ -1,4 +1,4 @@
-"""A ``Detokenizer`` turns new tokens into final text, ``StopChecker`` ends it at stop strings.
+"""A ``Detokenizer`` turns new tokens into final text.
 
 Tokens may hold parts of a character, and a token's leading space depends on what stands before it.
 """
@@ -196,42 +196,6 @@ class PieceDetokenizer(WindowDetokenizer):
         return any(pieces) and pieces[-1] is not None
 
 
-class StopChecker:
-    """Passes text on until one of ``stops`` appears in it; ``matched`` then says which.
-
-    Text that may be the beginning of a stop string is held back until that is known. The match that ends first counts,
-    and among those that end together the longest, so the result does not depend on how text was cut.
-    """
-
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        """``include``: the stop string itself is passed on too."""
-        self._stops = tuple(stops)
-        self._include = include
-        self._held = ""
-        self.matched: str | None = None
-
-    def append(self, text: str) -> str:
-        """Take new text; return what may be passed on. Nothing is passed on after a match."""
-        if not self._stops:
-            return text
-        if self.matched is not None:
-            return ""
-        text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            end, start, self.matched = min(found)
-            self._held = ""
-            return text[: end if self._include else start]
-        held = max((overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def flush(self) -> str:
-        """What was held back, at the end of the output."""
-        held, self._held = self._held, ""
-        return held
-
-
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     """The text of ``token_ids`` as it is: no spaces are tidied away, whatever the tokenizer's default."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -277,7 +241,7 @@ _PIECES = [
     {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
 ]  # fmt: skip
 _STRIPPED = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class _Pieces(dict[int, str | None]):
@@ -288,7 +252,7 @@ class _Pieces(dict[int, str | None]):
 
     def __missing__(self, token: int) -> str | None:
         written = self._backend.id_to_token(token) or ""
-        self[token] = found = None if _BYTE.fullmatch(written) else str(written).replace(_SPACE, " ")
+        self[token] = found = None if BYTE_TOKEN.fullmatch(written) else str(written).replace(_SPACE, " ")
         return found
 
 
@@ -332,11 +296,3 @@ def _is_unfinished(data: bytes) -> bool:
     except UnicodeDecodeError as error:
         return error.reason == "unexpected end of data"
     return False
-
-
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``stop``."""
-    for size in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0

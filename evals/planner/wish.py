@@ -8,6 +8,7 @@ from qserve.checkpoint.errors import UsageError
 from qserve.evals.planner.quantization import KV_BYTES
 
 MOST_GPUS = 64
+"""Of one replica."""
 
 
 @dataclass(frozen=True)

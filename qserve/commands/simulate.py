@@ -250,6 +250,8 @@ def simulate(
             replicas, max_replicas, scale_queue, objective.ttft, float(max_num_seqs), cooldown,
             spare_replicas=spare_replicas,
         )  # fmt: skip
+    elif spare_replicas:
+        raise UsageError("--spare-replicas needs --max-replicas")
     if prefill_replicas and kv_transfer is None:
         raise UsageError("--prefill-replicas needs --kv-transfer")
     if not 0 <= kv_offload_blocks <= 1 << 24:

@@ -148,3 +148,14 @@ def test_files_that_are_not_there_are_one_line(tmp_path: Path) -> None:
         extra = ["--roofline", ROOFLINE] if option == "--trace" else []
         code, output = run(*extra, option, str(tmp_path / "none"))
         assert code == 1 and len(output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(("--spare-replicas", "1"), "needs --max-replicas"),
+     (("--max-replicas", "4", "--spare-replicas", "-1"), "at least 0"),
+     (("--max-replicas", "4", "--spare-replicas", "x"), "valid integer")],
+)  # fmt: skip
+def test_spare_replicas_that_make_no_sense_are_refused(options: tuple[str, ...], message: str) -> None:
+    code, said = run("--roofline", ROOFLINE, "--rate", "4", "--requests", "20", *options)
+    assert code == 2 and message in said

@@ -18,11 +18,11 @@ from qserve.runtime.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
     PieceDetokenizer,
-    StopChecker,
     WindowDetokenizer,
     decode,
     new_detokenizer,
 )
+from qserve.runtime.stop_checker import StopChecker
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, and then it does it again.",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-from qserve.runtime.detokenizer import overlap
 from qserve.runtime.server.chat.argument_schema import Schemas
 from qserve.runtime.server.chat.block_formats import BlockFormat, Call
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text
+from qserve.runtime.stop_checker import overlap
 
 _BARE = re.compile(r"\[\s*(?:[A-Za-z_]|\Z)")
 

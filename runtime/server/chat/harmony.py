@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from qserve.runtime.detokenizer import overlap
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text, Thought
+from qserve.runtime.stop_checker import overlap
 
 SIGN = "<|channel|>"
 FINAL = "<|channel|>final<|message|>"  # after a prompt: what follows is the answer proper

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qserve.runtime.detokenizer import overlap
 from qserve.runtime.server.chat.parts import Part, Text, Thought
+from qserve.runtime.stop_checker import overlap
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from qserve.runtime.detokenizer import overlap
 from qserve.runtime.server.chat.json_scan import JsonScan
 from qserve.runtime.server.chat.parts import CallArguments, CallStart, Part, Text
 from qserve.runtime.server.chat.tool_formats import ARGS, CALL_ID, ToolFormat
+from qserve.runtime.stop_checker import overlap
 
 # The usual beginning of a call, up to the brace of its arguments. From there on they can be given out as they come.
 _HEAD = re.compile(

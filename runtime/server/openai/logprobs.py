@@ -3,13 +3,12 @@ of a long answer is made when it is written."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from qserve.runtime.detokenizer import BYTE_OF, REPLACEMENT, decode, special_ids
+from qserve.runtime.detokenizer import BYTE_OF, BYTE_TOKEN, REPLACEMENT, decode, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from qserve.runtime.sampler import TokenLogprob, TokenLogprobs
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot say
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenTexts:
@@ -49,7 +47,7 @@ class TokenTexts:
         if REPLACEMENT not in text:
             return text.encode()
         piece = str(self._tokenizer.convert_ids_to_tokens(token_id))
-        if byte := _BYTE_TOKEN.fullmatch(piece):
+        if byte := BYTE_TOKEN.fullmatch(piece):
             return bytes([int(byte[1], 16)])
         if all(character in BYTE_OF for character in piece):
             return bytes(BYTE_OF[character] for character in piece)

@@ -136,6 +136,11 @@ def parked(made: Compiled) -> int:
     return made.spills
 
 
+def may_spill(name: str) -> bool:
+    """No model is served fast in float32."""
+    return "float32" in name
+
+
 def _tool(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
