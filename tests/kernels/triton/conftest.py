@@ -10,6 +10,7 @@ import pytest
 
 from qserve.kernels.triton import target
 from qserve.kernels.triton.target import is_interpreted
+from tests import interpreter
 
 if architecture := os.environ.get("EMULATED_SM"):
     # Compiled for it, and executed by the emulator.
@@ -20,6 +21,8 @@ if architecture := os.environ.get("EMULATED_SM"):
     target.DEFAULT = target.described(f"sm_{architecture}")
     install(target.capability(target.DEFAULT.architecture), target.DEFAULT.shared_bytes)
     target.missing = lambda: None
+elif is_interpreted():
+    interpreter.make_quick()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
