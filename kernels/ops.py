@@ -473,8 +473,10 @@ class Experts:
     gate_up_out [tokens * top_k, 2 * inner], activated [tokens * top_k, inner] and parts [tokens * top_k, out width]
     are memory for the intermediate values. Their contents are undefined afterwards.
 
-    Where several ``ranks`` share the experts, there are ``total`` of them, and this rank has those from ``first`` on.
-    Then ``parts`` and ``out`` are memory that all ranks share, and each sums up some rows; ``AllGather`` waits for all.
+    Where others have some experts, there are ``total`` of them, and here are those from ``first`` on. Then ``parts``
+    and ``out`` are memory that all ``ranks`` share, and each sums up some rows; ``AllGather`` waits for all. Without
+    ``ranks``, experts that are not here add nothing. Where ``terms`` are given, float32 [tokens, top_k * out width],
+    they get all y_j of a token, zeros for experts that are not here, and ``out`` nothing; ``ExpertSum`` adds them.
     """
 
     x: Tensor
@@ -493,6 +495,18 @@ class Experts:
     ranks: Ranks = ALONE
     total: int | None = None
     first: int = 0
+    terms: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpertSum:
+    """out[r] = sum over j of weights[r, j] * y_j in the order of j, then added to ``out[r]`` where ``accumulate``, as
+    ``Experts`` adds the y_j of ``terms`` float32 [tokens, top_k * out width]."""
+
+    terms: Tensor
+    weights: Tensor
+    out: Tensor
+    accumulate: bool = False
 
 
 @dataclass(frozen=True)
@@ -625,6 +639,7 @@ Op = (
     | LogSoftmax
     | Route
     | Experts
+    | ExpertSum
     | SigmoidMul
     | Lora
     | AllGather

@@ -33,6 +33,7 @@ from qserve.kernels.ops import (
     CausalConv,
     Embed,
     Experts,
+    ExpertSum,
     Function,
     GatedDelta,
     Gather,
@@ -295,7 +296,7 @@ def _experts(op: Experts, rows: slice) -> None:
     if ranks.size > 1:
         parts = op.parts.view(-1, chosen.shape[1], op.out.shape[1])[rows]
     else:
-        parts = torch.empty(*chosen.shape, op.out.shape[1], device=x.device)
+        parts = torch.zeros(*chosen.shape, op.out.shape[1], device=x.device)
     for e in chosen.unique().tolist():
         if not op.first <= e < op.first + len(op.gate_up):
             continue
@@ -303,15 +304,21 @@ def _experts(op: Experts, rows: slice) -> None:
         biases = [None if each is None else each[e - op.first] for each in (op.gate_up_bias, op.down_bias)]
         gate, up = _product(x[token], op.gate_up[e - op.first], biases[0]).chunk(2, -1)
         parts[token, j] = _product(gated(gate, up, op.function), op.down[e - op.first], biases[1])
+    if op.terms is not None:
+        op.terms[rows] = parts.flatten(1)
+        return
     if ranks.size > 1:
         ranks.meet()
-    # One term after the other: a sum over a dimension may have another order.
-    total = torch.zeros_like(parts[:, 0])
-    for j in range(chosen.shape[1]):
-        total = total + op.weights[rows, j, None] * parts[:, j]
     own = slice((ranks.rank - rows.start) % ranks.size, None, ranks.size)
-    out = op.out[rows][own]
-    out.copy_(out + total[own] if op.accumulate else total[own])
+    _sum_terms(parts[own], op.weights[rows][own], op.out[rows][own], op.accumulate)
+
+
+def _sum_terms(terms: Tensor, weights: Tensor, out: Tensor, accumulate: bool) -> None:
+    """One term after the other: a sum over a dimension may have another order."""
+    total = torch.zeros_like(terms[:, 0])
+    for j in range(terms.shape[1]):
+        total = total + weights[:, j, None] * terms[:, j]
+    out.copy_(out + total if accumulate else total)
 
 
 def _lora(op: Lora, step: Step, rows: slice) -> None:
@@ -450,6 +457,9 @@ def compute(op: Op | _Product, step: Step, rows: slice) -> None:
             _route(op, rows)
         case Experts():
             _experts(op, rows)
+        case ExpertSum():
+            terms, weights = op.terms[rows], op.weights[rows]
+            _sum_terms(terms.view(*weights.shape, -1), weights, op.out[rows], op.accumulate)
         case Lora():
             _lora(op, step, rows)
         case CausalConv():

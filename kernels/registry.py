@@ -14,7 +14,7 @@ from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.kernels import native
 from qserve.kernels.abi import name_of
 from qserve.kernels.executor import Executor
-from qserve.kernels.ops import AllReduce, Op
+from qserve.kernels.ops import AllReduce, ExpertSum, Op
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.threads import default_threads
 
@@ -190,7 +190,7 @@ def make(
 
 def without_kernels() -> list[str]:
     """The operations for which the C library has no kernel, whatever their shapes: of those that a CPU ever runs."""
-    found = (name_of(op) for op in get_args(Op) if op is not AllReduce)  # ranks share its memory
+    found = (name_of(op) for op in get_args(Op) if op not in (AllReduce, ExpertSum))  # its ranks share memory
     return [name for name in found if native.missing() or name not in native.kinds()]
 
 

@@ -32,6 +32,7 @@ from qserve.kernels.ops import (
     CausalConv,
     Embed,
     Experts,
+    ExpertSum,
     GatedDelta,
     Gather,
     HeadLinear,
@@ -64,7 +65,7 @@ from qserve.kernels.triton.causal_conv import causal_conv
 from qserve.kernels.triton.collectives import all_gather, all_reduce
 from qserve.kernels.triton.eight_bit import EightBit
 from qserve.kernels.triton.embed import embed
-from qserve.kernels.triton.experts import PreparedExperts
+from qserve.kernels.triton.experts import PreparedExperts, sum_terms
 from qserve.kernels.triton.fill import fill
 from qserve.kernels.triton.gated_delta import PreparedDelta
 from qserve.kernels.triton.gather import gather
@@ -304,6 +305,8 @@ class _TritonProgram:
             case Experts():
                 experts = PreparedExperts(op, self._executor.memory, self._executor.batch_invariant)
                 return lambda batch: experts.run(batch.tokens)
+            case ExpertSum():
+                return lambda batch: sum_terms(op, batch.tokens)
             case SoftCap():
                 return lambda batch: soft_cap(op, _count(batch, op.rows))
             case SigmoidMul():

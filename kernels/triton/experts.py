@@ -32,21 +32,46 @@ _MOST = 1024
 
 
 @triton.jit
+def _term(
+    parts_ptr, choice, experts_ptr, bias_ptr, columns, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr
+):
+    """parts[choice] + bias of its expert, and zeros for an expert that is not here."""
+    inside = columns < WIDTH
+    if experts_ptr is not None:
+        expert = tl.load(experts_ptr + choice) - FIRST
+        inside = columns < tl.where((expert >= 0) & (expert < COUNT), WIDTH, 0)
+    term = tl.load(parts_ptr + choice * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        term += tl.load(bias_ptr + expert.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+    return term
+
+
+@triton.jit
+def terms_kernel(
+    parts_ptr, terms_ptr, experts_ptr, bias_ptr,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """terms[i] = parts[i] + the bias of expert ``experts[i]``, and zeros where it is not here."""
+    choice = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    term = _term(parts_ptr, choice, experts_ptr, bias_ptr, columns, FIRST, COUNT, WIDTH)
+    tl.store(terms_ptr + choice * WIDTH + columns, term, mask=columns < WIDTH)
+
+
+@triton.jit
 def combine_kernel(
-    parts_ptr, weights_ptr, out_ptr, experts_ptr, bias_ptr,
+    parts_ptr, weights_ptr, out_ptr, experts_ptr, bias_ptr, FIRST: tl.constexpr, COUNT: tl.constexpr,
     TOP_K: tl.constexpr, ACCUMULATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = the sum of weights[r, j] * (parts[r, j] + bias[experts[r, j]]) in the order of j, or added to it."""
+    """out[r] = the sum of weights[r, j] * (parts[r, j] + bias[experts[r, j]]) in the order of j, or added to it. Where
+    there are ``experts``, only those of the ``COUNT`` from ``FIRST`` on add something."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         choice = row * TOP_K + j
-        part = tl.load(parts_ptr + choice * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            expert = tl.maximum(tl.load(experts_ptr + choice), 0)
-            part += tl.load(bias_ptr + expert.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+        part = _term(parts_ptr, choice, experts_ptr, bias_ptr, columns, FIRST, COUNT, WIDTH)
         total += tl.load(weights_ptr + choice) * part
     at = out_ptr + row * WIDTH + columns
     if ACCUMULATE:
@@ -55,13 +80,16 @@ def combine_kernel(
 
 
 @triton.jit
-def add_bias_kernel(out_ptr, order_ptr, experts_ptr, bias_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def add_bias_kernel(
+    out_ptr, order_ptr, experts_ptr, bias_ptr,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out[i] += bias of the expert of choice order[i]. Behind the last real choice both are rubbish."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     choice = tl.minimum(tl.maximum(tl.load(order_ptr + row), 0), tl.num_programs(0) - 1)
-    expert = tl.maximum(tl.load(experts_ptr + choice), 0).to(tl.int64)
+    expert = tl.minimum(tl.maximum(tl.load(experts_ptr + choice) - FIRST, 0), COUNT - 1).to(tl.int64)
     at = out_ptr + row * WIDTH + columns
     total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(bias_ptr + expert * WIDTH + columns, mask=inside, other=0.0)
@@ -153,26 +181,39 @@ class PreparedExperts:
         self.op = replace(op, gate_up=(), down=(), **biases)
 
     def run(self, rows: int) -> None:
-        """``op`` for the first ``rows``. Nothing is computed for an expert of -1, whose row of ``out`` is rubbish."""
+        """``op`` for the first ``rows``. Nothing is computed for an expert of -1, which adds nothing."""
         op = self.op
-        choices = rows * op.experts.shape[1]
-        each = -(-choices // len(self.counts))
+        choices, count = rows * op.experts.shape[1], len(self.counts)
+        each = -(-choices // count)
         up, down = self.up.config_grouped(each), self.down.config_grouped(each)
         if up.block_m != down.block_m:  # of another kernel; both go by the same tiles
             each = min(up.block_m, down.block_m)
             up, down = self.up.config_grouped(each), self.down.config_grouped(each)
         assert up.block_m == down.block_m
-        grouping: Grouping = sort(op.experts, self.counts, self.order, self.tiles, choices, up.block_m)
+        grouping: Grouping = sort(op.experts, self.counts, self.order, self.tiles, choices, up.block_m, op.first)
         self.up.run_grouped(rows, grouping, up)
         if op.gate_up_bias is not None:
             both = op.gate_up_out.shape[1]
             at(add_bias_kernel, (choices, triton.cdiv(both, _BLOCK)))(
-                op.gate_up_out, self.order, op.experts, op.gate_up_bias, both, _BLOCK, num_warps=4
+                op.gate_up_out, self.order, op.experts, op.gate_up_bias, op.first, count, both, _BLOCK, num_warps=4
             )
         activation(ops.Activation(op.gate_up_out, op.activated, op.function, gated=True), choices, self.rounded)
         self.down.run_grouped(choices, replace(grouping, sorted_x=True), down)
         width = op.out.shape[1]
+        if op.terms is not None:
+            at(terms_kernel, (choices, triton.cdiv(width, _BLOCK)))(
+                op.parts, op.terms, op.experts, op.down_bias, op.first, count, width, _BLOCK, num_warps=4
+            )
+            return
         at(combine_kernel, (rows, triton.cdiv(width, _BLOCK)))(
-            op.parts, op.weights, op.out, op.experts, op.down_bias, op.experts.shape[1], op.accumulate, width, _BLOCK,
-            num_warps=4,
+            op.parts, op.weights, op.out, op.experts, op.down_bias, op.first, count, op.experts.shape[1],
+            op.accumulate, width, _BLOCK, num_warps=4,
         )  # fmt: skip
+
+
+def sum_terms(op: ops.ExpertSum, rows: int) -> None:
+    """``op`` for the first ``rows``."""
+    width = op.out.shape[1]
+    at(combine_kernel, (rows, triton.cdiv(width, _BLOCK)))(
+        op.terms, op.weights, op.out, None, None, 0, 0, op.weights.shape[1], op.accumulate, width, _BLOCK, num_warps=4
+    )

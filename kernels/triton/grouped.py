@@ -19,23 +19,24 @@ _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["choices"])
-def count_kernel(experts_ptr, counts_ptr, choices, BLOCK: tl.constexpr):
-    """How many choices each expert has."""
+def count_kernel(experts_ptr, counts_ptr, choices, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """How many choices each expert from ``FIRST`` on has."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, choices, BLOCK):
         chosen = tl.load(experts_ptr + start + lanes, mask=start + lanes < choices, other=-1)
-        found += (chosen == expert).to(tl.int32)
+        found += (chosen == expert + FIRST).to(tl.int32)
     tl.store(counts_ptr + expert, tl.sum(found, 0))
 
 
 @triton.jit(do_not_specialize=["choices", "most_tiles"])
 def sort_kernel(
     experts_ptr, counts_ptr, order_ptr, tiles_ptr, choices, most_tiles,
-    COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The choices of one expert, and its tiles: (expert, first, choices). The last expert ends the list with -1."""
+    """The choices of one expert, and its tiles: (expert, first, choices). Experts count from ``FIRST``. The last one
+    ends the list with -1."""
     expert = tl.program_id(0)
     lanes, others = tl.arange(0, BLOCK), tl.arange(0, BLOCK_COUNT)
     counts = tl.load(counts_ptr + others, mask=others < COUNT, other=0)
@@ -47,7 +48,7 @@ def sort_kernel(
         place = first
         for start in range(0, choices, BLOCK):
             chosen = tl.load(experts_ptr + start + lanes, mask=start + lanes < choices, other=-1)
-            hit = (chosen == expert).to(tl.int32)
+            hit = (chosen == expert + FIRST).to(tl.int32)
             tl.store(order_ptr + place + tl.cumsum(hit, 0) - 1, start + lanes, mask=hit != 0)
             place += tl.sum(hit, 0)
     for start in range(0, mine, BLOCK_M):
@@ -105,14 +106,16 @@ def most_tiles(choices: int, experts: int, block_m: int) -> int:
     return min(choices, experts) + choices // block_m
 
 
-def sort(experts: Tensor, counts: Tensor, order: Tensor, tiles: Tensor, choices: int, block_m: int) -> Grouping:
-    """The first ``choices`` of ``experts`` int32 [rows, top_k]; -1 is nobody's. ``counts`` int32 [experts], ``order``
-    int32 [choices] and ``tiles`` int32 [most, 3] are memory."""
+def sort(
+    experts: Tensor, counts: Tensor, order: Tensor, tiles: Tensor, choices: int, block_m: int, first: int = 0
+) -> Grouping:
+    """The first ``choices`` of ``experts`` int32 [rows, top_k], as far as they are of the experts from ``first`` on;
+    -1 is nobody's. ``counts`` int32 [experts], ``order`` int32 [choices] and ``tiles`` int32 [most, 3] are memory."""
     count = len(counts)
     most = most_tiles(choices, count, block_m)
-    at(count_kernel, (count,))(experts, counts, choices, _BLOCK, num_warps=4)
+    at(count_kernel, (count,))(experts, counts, choices, first, _BLOCK, num_warps=4)
     at(sort_kernel, (count,))(
-        experts, counts, order, tiles, choices, most, count, triton.next_power_of_2(count), block_m, _BLOCK,
+        experts, counts, order, tiles, choices, most, first, count, triton.next_power_of_2(count), block_m, _BLOCK,
         num_warps=4,
     )  # fmt: skip
     return Grouping(tiles, order, choices, most, experts.shape[1])

@@ -105,6 +105,7 @@ class Buffers:
         group = group or RankGroup()
         queries, keys = group.shard.heads(config.num_attention_heads, config.num_key_value_heads)
         own_inner = len(group.shard.part(inner))
+        shared_inner = config.moe.shared if config.moe else 0
         rows = rows if group.stage.is_last else 0
 
         def activations(count: int, width: int) -> Tensor:
@@ -129,7 +130,7 @@ class Buffers:
             attended=shared(tokens, len(queries) * config.head_dim if group.apart else config.attended_size),
             gate_up=gate_up,
             activated=gate_up if in_place else shared(tokens, own_inner if group.apart else inner),
-            gathered=activations(tokens, max(config.attended_size, inner) if group.apart else 0),
+            gathered=activations(tokens, max(config.attended_size, inner, shared_inner) if group.apart else 0),
             last=torch.empty(rows, hidden, device=device),
             states=activations(rows, hidden),
             logits=shared(rows, config.vocab_size, torch.float32).zero_(),  # a classifier leaves them so
@@ -417,7 +418,11 @@ class LayerBuilder:
         ops = routed(config.moe, modules, self._weights, layer, x, buffers.x, buffers.moe, self._group)
         inner = config.moe.shared
         if not inner:
-            return [], [*ops, *self._group.gather(buffers.x)]
+            if self._group.reduces:
+                ops += self._group.reduce(buffers.x)
+            elif self._group.shares_memory:
+                ops += self._group.gather(buffers.x)
+            return [], ops
         gate_up, gate, part = buffers.moe.shared_gate_up, buffers.moe.shared_gate, self._group.shard.part(inner)
         activated = _columns(buffers.moe.shared_activated, part)
         ops += self._up(layer, modules.shared_up, 2, inner, part, x, gate_up)
@@ -426,15 +431,21 @@ class LayerBuilder:
             weight, bias = self._weights.linear(f"{layer}.{modules.shared_gate}", 1, x.shape[1])
             ops += [Linear(x, weight, gate, bias), SigmoidMul(gate, activated)]
         shared = buffers.moe.shared_activated
-        return [], [*ops, *self._to_stream(layer, modules.shared_down, shared, self._divided(inner), None)]
+        return [], [*ops, *self._to_stream(layer, modules.shared_down, shared, self._divided(inner), None, begun=True)]
 
-    def _to_stream(self, layer: str, module: str, x: Tensor, parts: Sequence[range], norm: str | None) -> list[Op]:
+    def _to_stream(
+        self, layer: str, module: str, x: Tensor, parts: Sequence[range], norm: str | None, *, begun: bool = False
+    ) -> list[Op]:
         """The linear ``module`` of ``x`` is added to the residual stream, behind ``norm`` where there is one.
-        ``parts``: the columns of x that each rank has written."""
+        ``parts``: the columns of x that each rank has written. ``begun``: each rank's stream has other terms already,
+        where ranks reduce."""
         config, group, stream = self._config, self._group, self._buffers.x
         into = stream if norm is None else self._buffers.sublayer
-        product = self._reduced if group.exchange == "all-reduce" else self._gathered
-        ops = product(f"{layer}.{module}", x, into, parts, accumulate=norm is None)
+        name = f"{layer}.{module}"
+        if group.reduces:
+            ops = self._reduced(name, x, into, parts, accumulate=begun or (norm is None and group.is_first))
+        else:
+            ops = self._gathered(name, x, into, parts, accumulate=norm is None)
         if norm is not None:
             if group.adds_rows:
                 scale = self._norm_weight(f"{layer}.{norm}", (config.hidden_size,))
@@ -459,11 +470,10 @@ class LayerBuilder:
         self, module: str, x: Tensor, into: Tensor, parts: Sequence[range], *, accumulate: bool
     ) -> list[Op]:
         """The terms of a product that its own inputs give, by each rank. The first one's also have what there is once:
-        the bias, and the residual stream."""
+        the bias, and the residual stream, as ``accumulate`` says."""
         group, size = self._group, self._config.hidden_size
         weight, bias = self._linear(module, size, parts[-1].stop, inputs=parts[group.shard.rank])
-        once = group.is_first
-        return [Linear(x, weight, into, bias if once else None, accumulate and once), *group.reduce(into)]
+        return [Linear(x, weight, into, bias if group.is_first else None, accumulate), *group.reduce(into)]
 
     def _divided(self, count: int) -> tuple[range, ...]:
         """The part of ``count`` outputs that each rank has."""

@@ -11,7 +11,8 @@ from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.modules import Modules
 from qserve.checkpoint.quantized_weight import QuantizedWeight, concat_rows
 from qserve.kernels.executor import Placement
-from qserve.kernels.ops import Experts, Linear, Op, Route
+from qserve.kernels.ops import Experts, ExpertSum, Linear, Op, Route
+from qserve.kernels.ranks import ALONE
 from qserve.runtime.models.moe_config import MoeConfig
 from qserve.runtime.models.weights import Weight, Weights
 from qserve.runtime.parallel.group import RankGroup
@@ -24,9 +25,11 @@ class MoeBuffers:
     logits                     [tokens, experts] float32
     experts, weights           [tokens, top_k] int32 and float32
     gate_up, activated, parts  [tokens * top_k, …]: those of ``Experts``
+    terms                      [tokens, top_k * hidden] float32: those of ``ExpertSum``, where ranks exchange them
     shared_gate_up, shared_activated, shared_gate  [tokens, …]: of the feed-forward that every token takes
 
-    All ranks share parts and shared_activated; of shared_gate_up a rank has its own columns.
+    All ranks share parts and shared_activated, or each has its own; of shared_gate_up a rank has its own columns, and
+    of shared_activated, too, where that is its own.
     """
 
     logits: Tensor
@@ -35,6 +38,7 @@ class MoeBuffers:
     gate_up: Tensor
     activated: Tensor
     parts: Tensor
+    terms: Tensor
     shared_gate_up: Tensor
     shared_activated: Tensor
     shared_gate: Tensor
@@ -50,6 +54,7 @@ class MoeBuffers:
             return torch.empty(rows, width, dtype=dtype, device=placement.device)
 
         choices, inner = tokens * config.top_k, config.inner
+        own_shared = len(group.shard.part(config.shared))
         return cls(
             logits=room(tokens, config.count, torch.float32),
             experts=room(tokens, config.top_k, torch.int32),
@@ -57,8 +62,9 @@ class MoeBuffers:
             gate_up=room(choices, 2 * inner),
             activated=room(choices, inner),
             parts=shared(choices, hidden),
-            shared_gate_up=room(tokens, 2 * len(group.shard.part(config.shared))),
-            shared_activated=shared(tokens, config.shared),
+            terms=room(tokens if _exchanges_terms(group) else 0, config.top_k * hidden, torch.float32),
+            shared_gate_up=room(tokens, 2 * own_shared),
+            shared_activated=shared(tokens, own_shared if group.apart else config.shared),
             shared_gate=room(tokens, 1),
         )
 
@@ -71,7 +77,10 @@ def routed(
     config: MoeConfig, modules: Modules, weights: Weights, layer: str, x: Tensor, out: Tensor, buffers: MoeBuffers,
     group: RankGroup,
 ) -> list[Op]:
-    """What the experts of ``layer`` that a token of ``x`` chooses add to ``out``. Each rank has some experts, whole."""
+    """What the experts of ``layer`` that a token of ``x`` chooses add to ``out``. Each rank has some experts, whole.
+
+    Where ranks gather, each then has the whole sum; where they reduce, ``out`` has what its own experts add, and only
+    the first rank's ``out`` what was there before. ``RankGroup.reduce`` follows."""
     hidden = x.shape[1]
     router, router_bias = weights.linear(f"{layer}.{modules.router}", config.count, hidden)
     bias = None
@@ -84,7 +93,8 @@ def routed(
             )
     own = group.shard.part(config.count, 1)
     read = _read(config, modules, weights, layer, hidden, own)
-    return [
+    exchanges = _exchanges_terms(group)
+    ops: list[Op] = [
         Linear(x, router, buffers.logits, router_bias),
         Route(
             buffers.logits, buffers.experts, buffers.weights, bias, config.sigmoid, config.renormalize, config.groups,
@@ -92,10 +102,19 @@ def routed(
         ),
         Experts(
             x, read.gate_up, read.down, buffers.experts, buffers.weights, buffers.gate_up, buffers.activated,
-            buffers.parts, out, accumulate=True, function=config.function, gate_up_bias=read.gate_up_bias,
-            down_bias=read.down_bias, ranks=group.sharing, total=config.count, first=own.start,
+            buffers.parts, out, accumulate=group.is_first or not group.reduces, function=config.function,
+            gate_up_bias=read.gate_up_bias, down_bias=read.down_bias, ranks=ALONE if group.apart else group.sharing,
+            total=config.count, first=own.start, terms=buffers.terms if exchanges else None,
         ),
     ]  # fmt: skip
+    if exchanges:
+        ops += [*group.reduce(buffers.terms), ExpertSum(buffers.terms, buffers.weights, out, accumulate=True)]
+    return ops
+
+
+def _exchanges_terms(group: RankGroup) -> bool:
+    """Whether ranks send each other what every expert computed: no other sum has the bits of a single rank."""
+    return group.apart and not group.reduces
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,11 @@ class RankGroup:
         return self.shard.size > 1 and self.exchange != "memory"
 
     @property
+    def reduces(self) -> bool:
+        """Whether a rank has terms of sums, and its buffers are added to those of others."""
+        return self.apart and self.exchange == "all-reduce"
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank does what only one may."""
         return self.shard.rank == 0

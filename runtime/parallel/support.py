@@ -28,7 +28,6 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
         f"latent attention, as {model.model_type} has it,": shards and model.latent is not None,
         f"the states that {model.model_type} keeps of sequences": model.delta is not None,
         f"norms of all heads together, as {model.model_type} has them,": shards and model.family.qk_norm == "all",
-        "a mixture of experts on GPUs": on_gpus and model.moe is not None,
         "--autotune": config.autotune,
     }
     for what, is_asked in others.items():
@@ -84,6 +83,8 @@ def exchange_of(executor: Executor, source: ModelSource, model: DecoderConfig, c
         modules.out: [shard.heads(heads, kv_heads)[0].stop * model.head_dim for shard in shards],
         modules.down: [shard.part(model.intermediate_size).stop for shard in shards],
     }
+    if model.moe is not None:
+        ends[modules.shared_down] = [shard.part(model.moe.shared).stop for shard in shards]
     for module in source.linears():
         scheme = spec.scheme_of(module) if spec is not None else None
         cuts = next((cuts for name, cuts in ends.items() if module.endswith(f".{name}")), [])

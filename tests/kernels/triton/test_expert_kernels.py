@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import NVFP4_INPUTS, ActivationScheme, WeightScheme
-from qserve.kernels.ops import Activation, Experts, Linear, Route
+from qserve.kernels.ops import Activation, Experts, ExpertSum, Linear, Route
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton import grouped
 from qserve.kernels.triton.executor import TritonExecutor
@@ -165,6 +165,40 @@ def test_experts_are_those_of_the_reference(kind: str, rows: int) -> None:
     run_on(ReferenceExecutor(), [want], make_step(rows))
     run_on(triton_executor(), [op], make_step(rows))
     torch.testing.assert_close(op.out, want.out, rtol=0, atol=1e-5 * float(want.out.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["dense", "4-bit"])
+def test_some_of_the_experts_add_their_terms(kind: str) -> None:
+    """Or give them out; with those of the others they are what all experts add."""
+    rows, top_k, cut = 21, 3, 2
+    op = like_gpt_oss(experts_op(kind, rows, top_k))
+    want, found = replace(op, out=op.out.clone()), op.out.clone()
+    run_on(ReferenceExecutor(), [want], make_step(rows))
+    terms = torch.zeros(rows, top_k * op.out.shape[1])
+    for part in (slice(0, cut), slice(cut, COUNT)):
+        assert op.gate_up_bias is not None and op.down_bias is not None
+        own = replace(
+            op, gate_up=op.gate_up[part], down=op.down[part], gate_up_bias=op.gate_up_bias[part],
+            down_bias=op.down_bias[part], total=COUNT, first=part.start,
+        )  # fmt: skip
+        got: dict[str, list[Tensor]] = {"out": [], "terms": []}
+        for executor in (ReferenceExecutor(), triton_executor()):
+            added = replace(own, out=torch.full_like(op.out, torch.nan), accumulate=False)
+            given = replace(own, out=torch.full_like(op.out, torch.nan), terms=torch.full_like(terms, torch.nan))
+            run_on(executor, [added, given], make_step(rows))
+            assert given.out.isnan().all() and given.terms is not None
+            got["out"].append(added.out)
+            got["terms"].append(given.terms)
+        for reference, kernel in got.values():
+            torch.testing.assert_close(kernel, reference, rtol=0, atol=1e-5 * float(reference.abs().max()))
+        found += got["out"][1]
+        terms += got["terms"][1]
+    close = {"rtol": 0, "atol": 1e-5 * float(want.out.abs().max())}
+    torch.testing.assert_close(found, want.out, **close)
+    for executor in (ReferenceExecutor(), triton_executor()):
+        summed = ExpertSum(terms, op.weights, op.out.clone(), accumulate=True)
+        run_on(executor, [summed], make_step(rows))
+        torch.testing.assert_close(summed.out, want.out, **close)
 
 
 @pytest.mark.parametrize("kind", ["dense", pytest.param("fp8", marks=FP8), *SLOW])

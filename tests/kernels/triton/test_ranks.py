@@ -44,7 +44,7 @@ from qserve.runtime.sampling import SamplingParams
 from tests.kernels.triton.ranks import Run, two_ranks
 from tests.kernels.triton.test_executor import FakeMemory
 from tests.kernels.triton.test_linear import TOKEN8, packed
-from tests.runtime.models import test_decoder, test_layer_norm_families
+from tests.runtime.models import test_decoder, test_layer_norm_families, test_moe
 from tests.runtime.models.test_decoder import LIMITS, run_chunks, save_random
 from tests.runtime.parallel.test_decoder import save_quantized
 from tests.runtime.parallel.test_processes import children_end
@@ -126,6 +126,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms behind sublayers": ("gemma2", GEMMA2),
     "positions and biases": ("gpt2", GPT),
     "attention and feed-forward at once": ("gptj", {**GPT, "rotary_dim": 8}),
+    "experts": ("mixtral", {**ONE, "num_local_experts": 5}),
+    "experts with biases": ("gpt_oss", {**test_moe.CASES["gpt_oss"][1], **ONE, "num_key_value_heads": 2}),
+    "an expert for every token": ("qwen2_moe", {**test_moe.CASES["qwen2_moe"][1], **ONE}),
 }
 
 
@@ -303,7 +306,7 @@ def _leave_early(group: RankGroup) -> str:
     ("changes", "words"),
     [
         ({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, "3 attention heads and 3 key heads"),
-        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, "a mixture of experts on GPUs"),
+        ({"model_type": "mixtral", "num_local_experts": 1, "num_experts_per_tok": 1}, "1 experts, and each rank"),
     ],
 )
 def test_what_ranks_on_gpus_do_not_serve_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
