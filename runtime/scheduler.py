@@ -489,8 +489,8 @@ class Scheduler:
         return known[:count]
 
     def _can_write(self, request: Request) -> bool:
-        """Whether its next position has room in all groups."""
-        return self.blocks.is_writable(request.request_id, request.num_computed)
+        """Whether its next position has room in all groups, and those of its beams."""
+        return all(self.blocks.is_writable(each.request_id, each.num_computed) for each in request.members)
 
     def _grow_prefills(self) -> None:
         """Make room for one more position of each prompt; further positions come where there is room for more."""

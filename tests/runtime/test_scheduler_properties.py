@@ -584,3 +584,40 @@ def test_ten_thousand_random_steps() -> None:
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_random_steps() -> None:
     drive(100_000, fixed=False)
+
+
+def test_beams_wait_for_the_one_that_has_no_room() -> None:
+    """Found at random: of two beams that were preempted, one could write its next token before a commit."""
+    machine = SchedulerMachine()
+    machine.start(
+        positions=19, block_size=1, caching=False, max_num_seqs=2, extra_budget=11, extra_rows=0, depth=2, stages=1,
+        windows=(0, 1, 9), slots=0, room=0, snapshots=1,
+    )  # fmt: skip
+
+    def add(head: int, max_tokens: int, *, tail: list[int] | None = None, count: int = 1, width: int = 2) -> None:
+        machine.add(
+            text=TEXTS[0], head=head, tail=tail or [], max_tokens=max_tokens, min_tokens=0, ignore_eos=True, stop=(),
+            wanted=None, priority=0, salt="", tenant=("", 1.0) if head < 8 else ("heavy", 3.0), count=count,
+            siblings=False, width=width,
+        )  # fmt: skip
+
+    def work(*rounds: int) -> None:
+        for each in rounds:
+            machine.work(each)
+            machine.consistent()
+
+    add(0, 6)
+    add(0, 20, count=3, width=1)
+    work(7, 11)
+    add(4, 6, tail=[0, 0, 0])
+    work(6)
+    add(8, 2)
+    work(1)
+    machine.scheduler.finish("2", "abort")
+    del machine.live["2"]
+    work(12, 8, 4)
+    while machine.live:
+        for _ in range(2):
+            if machine.scheduler.num_in_flight < machine.depth:
+                machine.schedule(0.0)
+        work(1)
