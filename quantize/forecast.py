@@ -27,7 +27,7 @@ from qserve.checkpoint.spec import QuantSpec, WeightScheme
 from qserve.kernels.products import multiplied
 from qserve.quantize import fitted, yaqa
 from qserve.quantize.descent import turns
-from qserve.quantize.distill import BATCH, STEPS
+from qserve.quantize.distill import BATCH, JUDGED, STEPS, most_windows
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed.sensitivity import EXCERPT
 from qserve.quantize.mixed.units import Offered, of_experts, units
@@ -132,7 +132,7 @@ def forecast(
     if distills:
         # A forward of the float model, then the steps.
         stepped = fitted.LEARNING_STEP.value * STEPS * BATCH * job.sequence_length
-        products += (job.tokens + stepped) * skeleton.source.parameters()
+        products += (most_windows(job.hours) * job.sequence_length + stepped) * skeleton.source.parameters()
     rounded = weights
     if offered:
         products += _choosing_products(job, skeleton, offered)
@@ -153,8 +153,10 @@ def forecast(
         peak = max(peak, rss + writing_bytes(skeleton.source, job.sequence_length))
         written = (job.samples + 1) // 2 * job.sequence_length
         seconds += fitted.WRITING.value * written * skeleton.source.parameters() / speed.products
+    if distills and job.hours is not None:
+        seconds = max(seconds, 3600 * job.hours)
     stored = _checkpoint_bytes(job, skeleton, shapes, spec, format, offered)
-    kept = _tuning_bytes(shapes, spec, offered) if distills else 0
+    kept = _tuning_bytes(shapes, spec, offered, job.hours) if distills else 0
     if job.mixed:
         kept = max(kept, _probe_bytes(skeleton) + _gathered_bytes(job, skeleton))
     kept *= 2  # the last, and the next one until that is safe
@@ -178,14 +180,15 @@ def _free_bytes(device: torch.device) -> int:
     return GpuMemory(device).free()
 
 
-def _tuning_bytes(shapes: Shapes, spec: QuantSpec, offered: Offered) -> int:
-    """A multiplier with Adam's two moments for each scale, in float32; the most that ``offered`` allows."""
+def _tuning_bytes(shapes: Shapes, spec: QuantSpec, offered: Offered, hours: float | None) -> int:
+    """A multiplier with Adam's two moments for each scale, in float32, and with ``hours`` the best one; the most that
+    ``offered`` allows."""
     choices = {module: schemes for unit, schemes in offered.items() for module in unit}
     most = 0
     for module, (out, inp) in shapes.linears.items():
         schemes = choices.get(module, (spec.scheme_of(module),))
         most += out * max(scheme.groups(inp) if scheme else 0 for scheme in schemes)
-    return 12 * most
+    return (12 if hours is None else 16) * most
 
 
 def _checkpoint_bytes(
@@ -293,7 +296,8 @@ def distillation_bytes(job: QuantizeJob, skeleton: Skeleton) -> int:
     outputs = sum(out + inp for out, inp in skeleton.shapes.values())
     vocabulary = int(skeleton.model.get_input_embeddings().weight.shape[0])
     weights = 13 * skeleton.source.parameters()
-    return weights + 4 * job.tokens * skeleton.hidden_size + tokens * (6 * outputs + 20 * vocabulary)
+    targets = 4 * (most_windows(job.hours) + JUDGED) * job.sequence_length * skeleton.hidden_size
+    return weights + targets + tokens * (6 * outputs + 20 * vocabulary)
 
 
 def gradient_tokens(job: QuantizeJob) -> int:

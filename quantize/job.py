@@ -44,6 +44,8 @@ class QuantizeJob:
     effort           of error compensation: fast rounds each layer for the inputs it gets; normal also follows the
                      float model and makes up for what earlier layers lost; best learns the rounding after that
                      (SignRound, for integers), and in the end the scales of the whole model
+    hours            from the start, that the best effort may tune these scales, while a held-out text gains; None does
+                     ``distill.STEPS``
     head_bits        of the output head, 0 keeps it; embedding_bits likewise. A tied head has the bits of the embedding;
                      with bits of its own it becomes a layer of its own
     kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key
@@ -72,6 +74,7 @@ class QuantizeJob:
     kv_granularity: Literal["tensor", "head"] = "tensor"
     method: str | None = None
     effort: Literal["fast", "normal", "best"] = "normal"
+    hours: float | None = None
     act_order: bool = True
     keep_experts: bool = False
     target_bits: float | None = None
@@ -151,6 +154,13 @@ class QuantizeJob:
         if self.effort == "best" and not method.compensates:
             compensating = " or ".join(f"--method {each.name}" for each in METHODS.values() if each.compensates)
             raise UsageError(f"--effort best learns the rounding that error compensation began: use {compensating}")
+
+        if self.hours is not None and not 0 < self.hours < 10_000:
+            raise UsageError(f"--hours must be above 0 and below 10,000, not {self.hours}")
+        if self.hours is not None and self.effort != "best":
+            raise UsageError("--hours is for --effort best, which uses them")
+        if self.hours is not None and self.max_kl is not None:
+            raise UsageError("--minimize size makes several checkpoints: leave out --hours")
 
     def _check_recipe(self) -> None:
         if self.algorithm.search_scale is not None or not self.algorithm.symmetric:

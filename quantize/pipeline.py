@@ -50,7 +50,7 @@ from qserve.quantize.mixed.precision import Assignment, MixedPrecision
 from qserve.quantize.prepare import Preparation, arrange, check_blocks, described, narrow, prepare
 from qserve.quantize.report import Progress, ProgressEvent, QuantizeReport
 from qserve.quantize.rest import write_rest
-from qserve.quantize.windows import given_windows, written_windows
+from qserve.quantize.windows import given_windows, tuning_windows, written_windows
 from qserve.runtime import heap
 
 Measure = Callable[[Path, Path], QualityCard | None]
@@ -107,7 +107,8 @@ def run(
         while True:
             if mixed is not None:
                 prepared = arrange(prepared.skeleton, job, prepared.dtype, _assignment(mixed, writer).schemes)
-            made = _write(prepared, windows, record, writer, tell)
+            until = None if job.hours is None else started + 3600 * job.hours
+            made = _write(prepared, windows, record, writer, tell, until)
             card = None if measure is None else _measure(measure, made, writer, tell)
             refusal = None if card is None or accept is None else _refusal(card, accept)
             if card is None or mixed is None or not _another(mixed, card, refusal is None, writer):
@@ -171,6 +172,7 @@ def _write(
     record: CalibrationRecord | None,
     writer: CheckpointWriter,
     tell: Progress,
+    until: float | None,
 ) -> _Written:
     """Write the blocks, then the tuned scales of all where the job wants that, then the tensors outside the blocks."""
     _announce(prepared, writer, tell)
@@ -178,7 +180,7 @@ def _write(
     notices: tuple[str, ...] = ()
     if distills:
         assert windows is not None
-        notices = (_distill(prepared, windows, writer, tell),)
+        notices = (_distill(prepared, windows, writer, tell, until),)
         heap.release()
     tell(ProgressEvent("write", 0, 1))
     importance = torch.tensor(writer.part(_HEAD)[1]["importance"]) if _HEAD in writer.committed() else None
@@ -353,14 +355,21 @@ def _stored(name: str, prepared: Preparation, writer: CheckpointWriter) -> Block
     return result
 
 
-def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, tell: Progress) -> str:
-    """Tune the scales of all blocks again, for the predictions of the whole model. Returns a line about it."""
+def _distill(
+    prepared: Preparation, windows: Tensor, writer: CheckpointWriter, tell: Progress, until: float | None
+) -> str:
+    """Tune the scales of all blocks again, for the predictions of the whole model. Returns a line about it. ``until``:
+    a time of ``perf_counter``."""
     if _SCALES not in writer.committed():
         tell(ProgressEvent("distill", 0, distill.STEPS))
-        device = prepared.skeleton.device
-        skeleton = Skeleton(prepared.skeleton.source, device)  # the walk has taken the other one apart
+        source, device = prepared.skeleton.source, prepared.skeleton.device
+        skeleton = Skeleton(source, device)  # the walk has taken the other one apart
         model, windows = skeleton.load_all(), windows.to(device)
-        targets = distill.head_inputs(model, windows)  # computed again in a run that resumes, like hidden states
+        # The targets are computed again in a run that resumes, like hidden states.
+        seen, judge = (
+            distill.Examples(part.to(device), distill.head_inputs(model, part.to(device)))
+            for part in tuning_windows(source, prepared.job, windows.to(CPU))
+        )
         linears: dict[str, nn.Linear] = {}
         packed: dict[str, QuantizedWeight] = {}
         for index, name in enumerate(skeleton.blocks):
@@ -369,18 +378,20 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
             linears |= skeleton.linears(index)
             packed |= {module: weight.to(device) for module, weight in result.packed.items()}
         started, kept = time.perf_counter(), writer.kept(_SCALES)
-        first = 0 if kept is None else kept.extra["steps"]
+        first = 0 if kept is None else kept.extra["total"] + kept.extra["steps"]
 
         def progress(done: int, total: int) -> None:
-            remaining = (time.perf_counter() - started) / (done - first) * (total - done)
+            now = time.perf_counter()
+            remaining = (now - started) / (done - first) * (total - done) if until is None else max(0.0, until - now)
             tell(ProgressEvent("distill", done, total, remaining))
 
         tuned = distill.distill(
             model,
             linears,
             packed,
-            windows,
-            targets,
+            seen,
+            judge,
+            more=None if until is None else partial(_more_steps, until),
             seed=prepared.job.seed,
             progress=progress,
             kept=kept,
@@ -393,15 +404,25 @@ def _distill(prepared: Preparation, windows: Tensor, writer: CheckpointWriter, t
         if prepared.spec.kv_cache is not None:
             for name, numbers in _kv_numbers(skeleton, windows, prepared.spec.kv_cache).items():
                 writer.put(name, numbers, replace=True)
-        writer.commit(_SCALES, {"before": tuned.before, "after": tuned.after})
+        writer.commit(_SCALES, {"before": tuned.before, "after": tuned.after, "steps": tuned.steps})
     found = writer.part(_SCALES)[1]
     before, after = found["before"], found["after"]
     if after < before:
-        line = f"scales tuned end to end: divergence on calibration text {before:.3g}, then {after:.3g}"
+        line = (
+            f"scales tuned end to end in {found['steps']:,} steps: divergence on text that was held out {before:.3g}, "
+            f"then {after:.3g}"
+        )
     else:
         line = f"scales tuned end to end were no better, so they are as they were: divergence {before:.3g}"
     tell(ProgressEvent("distill", 1, 1, 0.0, line))
     return line
+
+
+def _more_steps(until: float, steps: int, seconds: float) -> int:
+    """Twice as many as in the last round, which took ``seconds`` each, or as many as there is time for; none where
+    those are few."""
+    possible = int((until - time.perf_counter()) / max(seconds, 1e-9))
+    return min(2 * steps, possible) if possible >= distill.STEPS // 2 else 0
 
 
 @torch.no_grad()
@@ -427,7 +448,7 @@ def _facts(
     """Everything that the numbers of the result depend on. Loaders can only refuse a uniform scheme, but they decide
     what mixed precision chooses from, and the format. A run with another limit goes on from the last attempt."""
     options = dataclasses.asdict(job)
-    for unrelated in ("overwrite", "max_memory", "offload", "device", *(() if job.mixed else ("loaders",))):
+    for unrelated in ("hours", "overwrite", "max_memory", "offload", "device", *(() if job.mixed else ("loaders",))):
         del options[unrelated]
     options |= {"loaders": sorted(job.loaders)} if job.mixed else {}
     options["max_kl"] = job.max_kl is not None

@@ -6,17 +6,21 @@ import gc
 import hashlib
 import time
 
+import torch
 from torch import Tensor
 
 from qserve.calibration.generated import generated_windows
 from qserve.calibration.text import SELF, Text, load_text
-from qserve.calibration.windows import calibration_windows
+from qserve.calibration.windows import calibration_windows, evaluation_windows
 from qserve.checkpoint.calibration_record import CalibrationRecord
 from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.tokenizer import leading_tokens
+from qserve.quantize.distill import JUDGED, most_windows
 from qserve.quantize.job import QuantizeJob
 from qserve.quantize.report import Progress, ProgressEvent
 from qserve.runtime import heap
+
+_HELD_OUT = 16  # of how many tokens one is held out at most
 
 
 def given_windows(source: ModelSource, job: QuantizeJob) -> tuple[Tensor | None, CalibrationRecord | None]:
@@ -46,12 +50,42 @@ def written_windows(source: ModelSource, job: QuantizeJob, tell: Progress) -> tu
     return windows, _record(SELF, hashlib.sha256(written.encode()).hexdigest(), windows, source, job)
 
 
+def tuning_windows(source: ModelSource, job: QuantizeJob, windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the text behind the calibration ``windows``: windows to tune the whole model on, in random order, and those
+    that judge it, from the end of the text, where nothing else is read. Both are calibration windows where the text is
+    too short for that."""
+    text = load_text("builtin" if job.text == SELF or job.text is None else job.text, "calibrate")
+    tokenizer = source.tokenizer()
+    leading, length = leading_tokens(tokenizer), job.sequence_length
+    read, held_out = _divided(text.tokens(tokenizer), job.samples, length - len(leading), job)
+    if not held_out:
+        return windows, windows[:JUDGED]
+    judging = evaluation_windows(held_out, len(held_out) // (length - len(leading)) * length, length, leading)
+    # With --hours or without, the first windows are the same: a run that resumes may have other hours.
+    count = min(most_windows(hours=1), len(read) // (length - len(leading)))
+    tuned = calibration_windows(read, count, length, job.seed, leading)
+    if job.text == SELF:
+        tuned = torch.cat([windows[::2], tuned])
+    return tuned[: most_windows(job.hours)], judging
+
+
 def _of_text(text: Text, samples: int, source: ModelSource, job: QuantizeJob) -> Tensor:
     tokenizer = source.tokenizer()
     leading = leading_tokens(tokenizer)
-    return calibration_windows(text.tokens(tokenizer), samples, job.sequence_length, job.seed, leading)
+    read, _ = _divided(text.tokens(tokenizer), samples, job.sequence_length - len(leading), job)
+    return calibration_windows(read, samples, job.sequence_length, job.seed, leading)
+
+
+def _divided(tokens: list[int], samples: int, width: int, job: QuantizeJob) -> tuple[list[int], list[int]]:
+    """``tokens`` without the windows of ``width`` that judge the tuning, and those. None are held out where nothing is
+    tuned, or the rest would be too short for ``samples``."""
+    count = min(JUDGED, len(tokens) // (_HELD_OUT * width)) if job.effort == "best" and width > 0 else 0
+    kept = len(tokens) - count * width
+    return (tokens[:kept], tokens[kept:]) if kept >= samples * width else (tokens, [])
 
 
 def _record(name: str, sha256: str, windows: Tensor, source: ModelSource, job: QuantizeJob) -> CalibrationRecord:
+    if job.effort == "best":
+        windows = torch.cat([windows, *tuning_windows(source, job, windows)])
     read = source.tokenizer().batch_decode(windows, skip_special_tokens=True)
-    return CalibrationRecord.of(name, sha256, job.tokens, read)
+    return CalibrationRecord.of(name, sha256, windows.numel(), read)

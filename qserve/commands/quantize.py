@@ -31,6 +31,7 @@ from qserve.commands.quantize_options import (
     EmbeddingBits,
     GroupSize,
     HeadBits,
+    Hours,
     KeepExperts,
     KvCache,
     KvScales,
@@ -70,6 +71,7 @@ def quantize(
     sym: Symmetric = _JOB.symmetric,
     method: Method = "auto",
     effort: Effort = _JOB.effort,
+    hours: Hours = None,
     act_order: ActOrder = _JOB.act_order,
     head: HeadBits = _JOB.head_bits,
     embeddings: EmbeddingBits = _JOB.embedding_bits,
@@ -124,6 +126,7 @@ def quantize(
         kv_granularity=kv_scales,  # type: ignore[arg-type]
         method=None if method == "auto" else method,
         effort=effort,  # type: ignore[arg-type]
+        hours=hours,
         act_order=act_order,
         target_bits=target_bits,
         max_kl=max_kl if minimize else None,

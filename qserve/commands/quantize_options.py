@@ -56,6 +56,13 @@ Effort = Annotated[
         "(SignRound) and, where the whole model fits memory, all scales are tuned for its predictions."
     ),
 ]
+Hours = Annotated[
+    float | None,
+    typer.Option(
+        help="Of the whole run, with --effort best: the tuning of all scales goes on in longer and longer rounds, "
+        "while there is time for one and text that it does not learn from gains.",
+    ),
+]
 ActOrder = Annotated[
     bool,
     typer.Option(

@@ -37,11 +37,13 @@ class Case:
         want = self.model.lm_head(self.targets[part]).log_softmax(-1)
         return float((want.exp() * (want - got)).sum(-1).mean())
 
+    def distill(self, part=slice(0, 48), judge=slice(0, 16), **options):
+        seen, judge = (distill.Examples(self.windows[each], self.targets[each]) for each in (part, judge))
+        options = {"steps": 30, "batch": 8, **options}
+        return distill.distill(self.model, self.linears, self.packed, seen, judge, **options)
+
     def run(self, part=slice(0, 48), **options):
-        return distill.distill(
-            self.model, self.linears, self.packed, self.windows[part], self.targets[part],
-            **{"steps": 30, "batch": 8, **options},
-        ).weights
+        return self.distill(part, **options).weights
 
 
 def test_head_inputs_give_the_logits():
@@ -85,8 +87,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_scales(tmp_path):
         return progress
 
     def descend(case, **options):
-        return distill.distill(case.model, case.linears, case.packed, case.windows, case.targets, steps=7, batch=20,
-                               seed=3, **options)  # fmt: skip
+        return case.distill(steps=7, batch=20, seed=3, **options)
 
     expected = descend(Case())
     for step in (1, 3, 6, 0):
@@ -99,6 +100,60 @@ def test_stopped_anywhere_it_goes_on_to_the_same_scales(tmp_path):
     for name, weight in expected.weights.items():
         assert torch.equal(found.weights[name].scales, weight.scales)
         assert torch.equal(case.linears[name].weight, weight.dequantize())
+
+
+def test_rounds_go_on_from_the_best_while_there_are_more():
+    case, asked = Case(), []
+
+    def more(steps, seconds):
+        asked.append((steps, seconds > 0))
+        return 2 * steps if len(asked) < 3 else 0
+
+    found = case.distill(judge=slice(0, 48), steps=10, more=more)
+    assert asked == [(10, True), (20, True), (40, True)] and found.steps == 70
+    first = Case().distill(judge=slice(0, 48), steps=10)
+    assert found.before == first.before and found.after < first.after < first.before
+    assert case.divergence(found.weights) == pytest.approx(found.after, rel=0.05)
+
+
+def test_a_round_that_loses_is_taken_back(monkeypatch):
+    judged = iter([1.0, 0.5, 0.6])
+    case = Case()
+    expected = Case().run(steps=5)
+    monkeypatch.setattr(distill, "_judge", lambda *_: next(judged))
+    found = case.distill(steps=5, more=lambda steps, _: steps)
+    assert (found.before, found.after, found.steps) == (1.0, 0.5, 5)
+    for name, weight in expected.items():
+        assert torch.equal(found.weights[name].scales, weight.scales)
+        assert torch.equal(case.linears[name].weight, weight.dequantize())
+
+
+def test_a_round_that_gains_little_is_the_last(monkeypatch):
+    judged = iter([1.0, 0.5, 0.499])
+    monkeypatch.setattr(distill, "_judge", lambda *_: next(judged))
+    found = Case().distill(steps=2, more=lambda steps, _: steps)
+    assert (found.after, found.steps) == (0.499, 4)
+
+
+def test_stopped_in_a_later_round_it_goes_on_to_the_same_scales(tmp_path):
+    def descend(case, **options):
+        return case.distill(steps=5, seed=3, more=lambda steps, _: 6 if steps == 5 else 0, **options)
+
+    def stop(done, total):
+        if done == 9:
+            raise KeyboardInterrupt
+
+    expected = descend(Case())
+    assert expected.steps == 11
+    for progress in (stop, None):
+        with suppress(KeyboardInterrupt), CheckpointWriter(tmp_path / "out", facts={"name": "job"}) as writer:
+            state, keep = writer.kept("scales"), partial(writer.keep, "scales")
+            case = Case()
+            found = descend(case, progress=progress, kept=state, keep=keep, keep_every=2)
+    assert (found.before, found.after, found.steps) == (expected.before, expected.after, 11)
+    assert state is not None and (state.extra["round"], state.extra["steps"], state.extra["total"]) == (1, 4, 5)
+    for name, weight in expected.weights.items():
+        assert torch.equal(found.weights[name].scales, weight.scales)
 
 
 def test_a_descent_that_fails_changes_nothing(monkeypatch):

@@ -717,7 +717,7 @@ def test_best_effort_tunes_the_scales_of_the_whole_model(model, options, tmp_pat
     for module, weight in before.items():
         stored = read.linear(module)
         assert torch.equal(stored.codes, weight.codes) and not torch.equal(stored.scales, weight.scales)
-    found = re.search(r"end to end: divergence on calibration text (\S+), then (\S+)$", report.notices[-1])
+    found = re.search(r"in \d+ steps: divergence on text that was held out (\S+), then (\S+)$", report.notices[-1])
     assert float(found[2]) < float(found[1])
     with monkeypatch.context() as patch:  # the scales were safe by then
         patch.setattr(block.BlockQuantizer, "run", lambda *_: pytest.fail("a block was done again"))
