@@ -31,7 +31,7 @@ JUDGED = 16
 """Windows on which the result must be better than the start."""
 
 More = Callable[[int, float], int]
-"""Gets the steps of a round that gained, and the seconds that one took. Gives the steps of the next, or 0."""
+"""Gets the steps of a round, and the seconds that one took. Gives the steps of the next round, or 0."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def distill(
               model's, even if they will be quantized
     seen      what is learned from; the targets are of one output layer, which both models have
     judge     what says whether that helped
-    more      asked behind a round of ``steps``: each next one starts from the best scales, with steps as large
+    more      asked behind each round that gained, of which ``steps`` are the first; the next starts from its scales
     progress  is told (steps done, steps until the end of the round)
     keep      gets the state that the next steps need, every ``keep_every`` steps; ``kept`` is the last such state of
               the same descent, to go on from

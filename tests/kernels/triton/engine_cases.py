@@ -199,20 +199,29 @@ def mixture_cases(gpu: Target) -> dict[str, Case]:
         "route": _case(route.route_kernel, pointers.format(""), gpu, routing, "scale:fp32", warps=1),
         "route groups": _case(route.route_kernel, pointers.format("fp32"), gpu, by_groups, "scale:fp32", warps=1),
         "experts count": _case(
-            grouped.count_kernel, "experts_ptr:i32 counts_ptr:i32", gpu, {"BLOCK": 1024}, "choices:i32"
+            grouped.count_kernel, "experts_ptr:i32 counts_ptr:i32", gpu, {"FIRST": 64, "BLOCK": 1024}, "choices:i32"
         ),
         "experts sort": _case(
             grouped.sort_kernel, "experts_ptr:i32 counts_ptr:i32 order_ptr:i32 tiles_ptr:i32", gpu,
-            {"COUNT": 128, "BLOCK_COUNT": 128, "BLOCK_M": 16, "BLOCK": 1024}, "choices:i32 most_tiles:i32",
+            {"FIRST": 64, "COUNT": 128, "BLOCK_COUNT": 128, "BLOCK_M": 16, "BLOCK": 1024},
+            "choices:i32 most_tiles:i32",
         ),
         "experts combine": _case(
             experts.combine_kernel,
             "parts_ptr:bf16 weights_ptr:fp32 out_ptr:fp32 experts_ptr:i32 bias_ptr:fp32", gpu,
-            {"TOP_K": 8, "ACCUMULATE": True, "WIDTH": 2048, "BLOCK": 1024},
+            {"FIRST": 64, "COUNT": 128, "TOP_K": 8, "ACCUMULATE": True, "WIDTH": 2048, "BLOCK": 1024},
+        ),
+        "experts terms": _case(
+            experts.terms_kernel, "parts_ptr:bf16 terms_ptr:fp32 experts_ptr:i32 bias_ptr:fp32", gpu,
+            {"FIRST": 64, "COUNT": 128, "WIDTH": 2048, "BLOCK": 1024},
+        ),
+        "experts sum": _case(
+            experts.combine_kernel, "parts_ptr:fp32 weights_ptr:fp32 out_ptr:fp32 experts_ptr: bias_ptr:", gpu,
+            {"FIRST": 0, "COUNT": 0, "TOP_K": 8, "ACCUMULATE": True, "WIDTH": 2048, "BLOCK": 1024},
         ),
         "experts bias": _case(
             experts.add_bias_kernel, "out_ptr:bf16 order_ptr:i32 experts_ptr:i32 bias_ptr:fp32", gpu,
-            {"WIDTH": 4096, "BLOCK": 1024},
+            {"FIRST": 64, "COUNT": 128, "WIDTH": 4096, "BLOCK": 1024},
         ),
     }  # fmt: skip
 

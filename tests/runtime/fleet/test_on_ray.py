@@ -46,7 +46,8 @@ options = ["--kv-cache-memory", "64MiB"]
 [models.idle]
 model = "{model}"
 min_replicas = 0
-max_replicas = 1
+max_replicas = 2
+spare_replicas = 1
 cooldown = 4
 interval = 1
 options = ["--kv-cache-memory", "64MiB"]
@@ -160,6 +161,15 @@ def test_an_idle_model_has_no_replica_and_who_asks_waits_for_its_start(fleet: Fl
     began = time.monotonic()
     assert fleet.ask("/v1/completions", {"model": "idle", "prompt": "x", "max_tokens": 1})["model"] == "idle"
     print(f"\na cold start of {time.monotonic() - began:.1f} s")
+
+
+def test_a_spare_replica_comes_with_load_and_goes_with_it(fleet: FleetProcess) -> None:
+    def found() -> int:
+        fleet.ask("/v1/completions", {"model": "idle", "prompt": "x", "max_tokens": 64, "ignore_eos": True})
+        return len(fleet.replicas("idle"))
+
+    fleet.until(lambda: found() == 2, 60, "a second replica, though one request at a time needs one")
+    fleet.until(lambda: not fleet.servers("idle"), 60, "the idle model has no server")
 
 
 def test_the_metrics_name_replicas_that_are_there(fleet: FleetProcess) -> None:
