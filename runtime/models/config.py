@@ -77,7 +77,12 @@ class DecoderConfig:
     @property
     def attended_size(self) -> int:
         """Numbers that attention gives a token."""
-        return self.num_attention_heads * self.latent.value if self.latent else self.q_size
+        return self.num_attention_heads * self.value_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Those of one head."""
+        return self.latent.value if self.latent else self.head_dim
 
     @property
     def kv_size(self) -> int:

@@ -17,7 +17,8 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.kernels.executor import Placement
 from qserve.kernels.ops import HeadLinear, LatentAttention, LatentKV, Op, RMSNorm
 from qserve.runtime.models.config import DecoderConfig
-from qserve.runtime.models.row_order import Orders, element_order
+from qserve.runtime.models.latent_config import LatentConfig
+from qserve.runtime.models.row_order import Orders, element_order, part_of
 from qserve.runtime.models.weights import Weights
 
 NORM_EPS = 1e-6
@@ -29,7 +30,8 @@ Product = Callable[[str, Sequence[str], Sequence[int], Tensor, Tensor, Orders], 
 
 @dataclass(frozen=True)
 class LatentBuffers:
-    """The buffers that latent attention writes, in the names of ``LatentConfig``.
+    """The buffers that latent attention writes, in the names of ``LatentConfig``. Heads are those of this rank; latents
+    are whole.
 
     q_latent   [tokens, q_rank] float32, and q_normed, both of width 0 where there is no such latent
     q          [tokens, heads * (nope + rope)]
@@ -46,9 +48,7 @@ class LatentBuffers:
     gathered: Tensor
 
     @classmethod
-    def allocate(cls, config: DecoderConfig, placement: Placement, tokens: int) -> LatentBuffers:
-        latent, heads = config.latent, config.num_attention_heads
-        assert latent is not None
+    def allocate(cls, latent: LatentConfig, heads: int, placement: Placement, tokens: int) -> LatentBuffers:
 
         def room(width: int, dtype: torch.dtype = placement.activations) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype, device=placement.device)
@@ -69,16 +69,16 @@ class LatentBuffers:
 
 def latent_attention(
     config: DecoderConfig, weights: Weights, layer: str, x: Tensor, buffers: LatentBuffers, attended: Tensor,
-    cache: Tensor, rotation: tuple[Tensor, Tensor], product: Product,
+    cache: Tensor, rotation: tuple[Tensor, Tensor], product: Product, queries: range,
 ) -> list[Op]:
     """The attention of ``layer`` from its normed input ``x`` to ``attended`` [tokens, heads * value], before the linear
-    behind it."""
-    latent, modules, heads = config.latent, config.modules, config.num_attention_heads
+    behind it. ``queries``: the heads that are computed here; every rank has the whole latents."""
+    latent, modules, heads = config.latent, config.modules, len(queries)
     assert latent is not None
     rank, nope, rope = latent.rank, latent.nope, latent.rope
     order = element_order(config, rope)
     of_head = torch.cat([torch.arange(nope), nope + order])
-    of_queries = (torch.arange(heads)[:, None] * (nope + rope) + of_head).flatten()
+    of_queries = (torch.tensor(queries)[:, None] * (nope + rope) + of_head).flatten()
     of_kv = torch.cat([torch.arange(rank), rank + order])
     ops: list[Op] = []
     read, name = x, modules.qkv[0]
@@ -87,11 +87,12 @@ def latent_attention(
         norm = weights.tensor(f"{layer}.{modules.q_a_norm}.weight", latent.q_rank)
         ops += product(layer, [modules.q_a], [latent.q_rank], x, buffers.q_latent, [None])
         ops.append(RMSNorm(buffers.q_latent, norm, buffers.q_normed, NORM_EPS))
-    ops += product(layer, [name], [len(of_queries)], read, buffers.q, [of_queries])
+    all_queries = config.num_attention_heads * (nope + rope)
+    ops += product(layer, [name], [all_queries], read, buffers.q, [of_queries])
     ops += product(layer, [modules.kv_a], [latent.width], x, buffers.kv, [of_kv])
 
     norm = weights.tensor(f"{layer}.{modules.kv_a_norm}.weight", rank)
-    keys, values = _kv_b(weights, f"{layer}.{modules.kv_b}", heads, nope, latent.value, rank)
+    keys, values = _kv_b(weights, f"{layer}.{modules.kv_b}", config.num_attention_heads, queries, latent)
     q = buffers.q.view(-1, heads, nope + rope).split([nope, rope], -1)
     absorbed = buffers.absorbed.view(-1, heads, latent.width).split([rank, rope], -1)
     return [
@@ -103,11 +104,15 @@ def latent_attention(
     ]
 
 
-def _kv_b(weights: Weights, module: str, heads: int, nope: int, value: int, rank: int) -> tuple[Tensor, Tensor]:
-    """For each head the product from a query to the latent [heads, rank, nope], which is that of the keys transposed,
-    and from the latent to a value [heads, value, rank]. What is packed is dequantized: its scales are for the latent
-    as input."""
-    weight, _ = weights.linear(module, heads * (nope + value), rank)
+def _kv_b(
+    weights: Weights, module: str, heads: int, queries: range, latent: LatentConfig
+) -> tuple[Tensor, Tensor]:
+    """For each of ``queries`` among ``heads`` the product from a query to the latent [queries, rank, nope], which is
+    that of the keys transposed, and from the latent to a value [queries, value, rank]. What is packed is dequantized:
+    its scales are for the latent as input."""
+    both = latent.nope + latent.value
+    own = part_of(heads * both, range(queries.start * both, queries.stop * both))
+    weight, _ = weights.linear(module, heads * both, latent.rank, rows=own)
     dense = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
-    keys, values = dense.view(heads, nope + value, rank).split([nope, value], 1)
+    keys, values = dense.view(len(queries), both, latent.rank).split([latent.nope, latent.value], 1)
     return keys.transpose(1, 2).contiguous(), values.contiguous()

@@ -42,6 +42,7 @@ from qserve.runtime.models.rope import query_scale, rope_tables
 from qserve.runtime.models.row_order import Orders, element_order, gate_orders, part_of, qkv_orders
 from qserve.runtime.models.weights import Weight, Weights
 from qserve.runtime.parallel.group import RankGroup
+from qserve.runtime.parallel.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Buffers:
             sublayer=shared(tokens if behind else 0, hidden, torch.float32),
             normed=activations(tokens, hidden),
             qkv=activations(tokens, 0 if config.latent else (len(queries) + 2 * len(keys)) * config.head_dim),
-            attended=shared(tokens, len(queries) * config.head_dim if group.apart else config.attended_size),
+            attended=shared(tokens, len(queries) * config.value_dim if group.apart else config.attended_size),
             gate_up=gate_up,
             activated=gate_up if in_place else shared(tokens, own_inner if group.apart else inner),
             gathered=activations(tokens, max(config.attended_size, inner, shared_inner) if group.apart else 0),
@@ -136,7 +137,7 @@ class Buffers:
             logits=shared(rows, config.vocab_size, torch.float32).zero_(),  # a classifier leaves them so
             greedy=torch.empty(rows, dtype=torch.int32, device=device),
             moe=MoeBuffers.allocate(config.moe, hidden, placement, tokens, group) if config.moe else None,
-            latent=LatentBuffers.allocate(config, placement, tokens) if config.latent else None,
+            latent=LatentBuffers.allocate(config.latent, len(queries), placement, tokens) if config.latent else None,
             delta=DeltaBuffers.allocate(config.delta, placement, tokens) if config.delta else None,
             gates=activations(tokens, len(queries) * config.head_dim if config.family.gated_heads else 0),
             rotations={kind: rotation(kind) for kind in set(config.rope_kinds)},
@@ -347,7 +348,7 @@ class LayerBuilder:
             order, gate_order = gate_orders(config, queries)
             orders = [order, *orders[1:]]
             gates = self._joined(layer, config.modules.qkv[:1], sizes[:1], x, buffers.gates, [gate_order])
-        attended = _columns(buffers.attended, range(queries.start * dim, queries.stop * dim))
+        attended = _columns(buffers.attended, self._attended(self._group.shard))
         compute = [
             *self._joined(layer, config.modules.qkv, sizes, x, buffers.qkv, orders),
             *gates,
@@ -362,9 +363,7 @@ class LayerBuilder:
             ),
             *([SigmoidMul(buffers.gates, attended)] if gates else []),
         ]  # fmt: skip
-        whole = config.num_attention_heads, config.num_key_value_heads
-        own = [shard.heads(*whole)[0] for shard in self._group.shard.all]
-        parts = [range(part.start * dim, part.stop * dim) for part in own]
+        parts = [self._attended(shard) for shard in self._group.shard.all]
         norm = config.modules.attention_out_norm
         return compute, self._to_stream(layer, config.modules.out, buffers.attended, parts, norm)
 
@@ -373,11 +372,18 @@ class LayerBuilder:
         config, buffers = self._config, self._buffers
         assert buffers.latent is not None
         rotation = buffers.rotations[config.rope_kinds[i]]
+        attended = _columns(buffers.attended, self._attended(self._group.shard))
         compute = latent_attention(
-            config, self._weights, layer, x, buffers.latent, buffers.attended, cache, rotation, self._joined
+            config, self._weights, layer, x, buffers.latent, attended, cache, rotation, self._joined, self._queries
         )
-        parts = self._divided(config.attended_size)
+        parts = [self._attended(shard) for shard in self._group.shard.all]
         return compute, self._to_stream(layer, config.modules.out, buffers.attended, parts, None)
+
+    def _attended(self, shard: Shard) -> range:
+        """The columns of ``attended`` that a rank writes."""
+        config = self._config
+        heads, _ = shard.heads(config.num_attention_heads, config.num_key_value_heads)
+        return range(heads.start * config.value_dim, heads.stop * config.value_dim)
 
     def _delta(self, i: int, layer: str, x: Tensor, conv: Tensor, state: Tensor) -> tuple[list[Op], list[Op]]:
         """The operations of a gated delta net, and those that add it to the residual stream."""

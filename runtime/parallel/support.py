@@ -25,7 +25,6 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
         "LoRA adapters": config.enable_lora,
         "--kv-offload-memory, --kv-offload-dir and --kv-transfer": bool(config.offload_memory),
         "a model that is changed as it is read": type(source) not in (HFDirectory, GGUFFile),
-        f"latent attention, as {model.model_type} has it,": shards and model.latent is not None,
         f"the states that {model.model_type} keeps of sequences": model.delta is not None,
         f"norms of all heads together, as {model.model_type} has them,": shards and model.family.qk_norm == "all",
         "--autotune": config.autotune,
@@ -80,7 +79,7 @@ def exchange_of(executor: Executor, source: ModelSource, model: DecoderConfig, c
     shards = Shard(0, config.tensor_parallel_size).all
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     ends = {
-        modules.out: [shard.heads(heads, kv_heads)[0].stop * model.head_dim for shard in shards],
+        modules.out: [shard.heads(heads, kv_heads)[0].stop * model.value_dim for shard in shards],
         modules.down: [shard.part(model.intermediate_size).stop for shard in shards],
     }
     if model.moe is not None:

@@ -55,6 +55,16 @@ def test_nothing_that_an_engine_does_changes_a_bit(model: Path, tmp_path: Path) 
     tight.close()
 
 
+def test_two_ranks_answer_like_one_and_keep_the_latents_twice(model: Path) -> None:
+    one = engine(model, kv_cache_memory=2 * CACHE)
+    two = engine(model, kv_cache_memory=2 * CACHE, tensor_parallel_size=2)
+    try:
+        assert (one.memory.num_blocks, two.memory.num_blocks) == (34, 17)
+        assert answers(two, PROMPTS)[0] == answers(one, PROMPTS)[0]
+    finally:
+        two.close()
+
+
 def test_the_plan_counts_the_products_that_are_taken_apart(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     quantize(tmp_path, WeightScheme(4, 8), "gptq")
@@ -67,16 +77,9 @@ def test_the_plan_counts_the_products_that_are_taken_apart(model: Path, tmp_path
     assert with_it - weight_bytes(source, modules, executor, int8_head=False) == 3 * (4 * (24 + 20) * 40 * 4 - packed)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kv_cache_dtype": "fp8"}, "caches latent vectors, which are kept in 16 or 32 bits: choose"),
-        ({"tensor_parallel_size": 2}, "latent attention, as deepseek_v3 has it, cannot be combined"),
-    ],
-)
-def test_what_is_not_served_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        engine(model, **options)
+def test_a_cache_in_eight_bits_is_refused(model: Path) -> None:
+    with pytest.raises(UsageError, match="caches latent vectors, which are kept in 16 or 32 bits: choose"):
+        engine(model, kv_cache_dtype="fp8")
 
 
 def test_scales_of_a_latent_cache_are_not_calibrated(model: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from qserve.runtime.sampling import SamplingParams
 from tests.kernels.triton.ranks import Run, two_ranks
 from tests.kernels.triton.test_executor import FakeMemory
 from tests.kernels.triton.test_linear import TOKEN8, packed
-from tests.runtime.models import test_decoder, test_layer_norm_families, test_moe
+from tests.runtime.models import test_decoder, test_latent, test_layer_norm_families, test_moe
 from tests.runtime.models.test_decoder import LIMITS, run_chunks, save_random
 from tests.runtime.parallel.test_decoder import save_quantized
 from tests.runtime.parallel.test_processes import children_end
@@ -129,6 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("mixtral", {**ONE, "num_local_experts": 5}),
     "experts with biases": ("gpt_oss", {**test_moe.CASES["gpt_oss"][1], **ONE, "num_key_value_heads": 2}),
     "an expert for every token": ("qwen2_moe", {**test_moe.CASES["qwen2_moe"][1], **ONE}),
+    "latent attention": ("minicpm3", {**test_latent.WIDTHS, **test_latent.CASES["minicpm3"][1], **ONE}),
 }
 
 

@@ -189,13 +189,14 @@ def test_quantized_logits_are_those_of_transformers(case: str, form: str, tmp_pa
         assert torch.equal(run_chunks(small, tokens().tolist(), chunks), got)
 
 
-def test_blocks_of_fp8_are_served_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSeek-V3's own format: e4m3 with a scale for each block of 128 x 128, and inputs rounded in groups of 128."""
-    make("deepseek_v3-blocks", tmp_path)
+def save_in_fp8(path: Path) -> dict[str, torch.Tensor]:
+    """A model at ``path``, and at ``path / "fp8"`` in DeepSeek-V3's own format: e4m3 with a scale for each block of
+    128 x 128, and inputs rounded in groups of 128. Returns the weights as they were rounded."""
+    make("deepseek_v3-blocks", path)
     scheme = WeightScheme(8, 128, dtype="fp8", rows=128)
     spec = QuantSpec("fp8", scheme, ActivationScheme("fp8", "group", group_size=128))
-    source, rounded, form = HFDirectory(tmp_path), {}, FORMATS["fp8"]
-    with CheckpointWriter(tmp_path / "fp8", format=form) as writer:
+    source, rounded, form = HFDirectory(path), {}, FORMATS["fp8"]
+    with CheckpointWriter(path / "fp8", format=form) as writer:
         for name in source.names():
             tensor, module = source.tensor(name), name.removesuffix(".weight")
             if module.endswith(("_proj", "_with_mqa")):
@@ -207,6 +208,11 @@ def test_blocks_of_fp8_are_served_as_they_are(tmp_path: Path, monkeypatch: pytes
                 writer.put(name, tensor)
         writer.put_json("config.json", {**source.config, "quantization_config": form.config_of(spec)})
         writer.finish()
+    return rounded
+
+
+def test_blocks_of_fp8_are_served_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded = save_in_fp8(tmp_path)
     save_file(rounded, tmp_path / "model.safetensors", {"format": "pt"})
     want = logits(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval())
     rounds = run_chunks(decoder(tmp_path / "fp8"), tokens().tolist(), [40])

@@ -21,7 +21,7 @@ from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.shard import Shard
 from tests.kernels.quantized_weights import make_weight
-from tests.runtime.models import test_decoder, test_layer_norm_families, test_moe
+from tests.runtime.models import test_decoder, test_latent, test_layer_norm_families, test_moe
 from tests.runtime.models.test_decoder import LIMITS, SMALL, run_chunks, save_random
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -105,6 +105,25 @@ def test_experts(case: str, tmp_path: Path) -> None:
     for size in (2, 3):
         assert torch.equal(logits(tmp_path, size), want), f"{size} ranks"
     assert torch.equal(logits(tmp_path, 2, threads=2), want)
+
+
+@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v2-lite", "deepseek_v3"])
+def test_latent_attention(case: str, tmp_path: Path) -> None:
+    """Every rank has the whole latents, and some of the heads."""
+    test_latent.make(case, tmp_path)
+    want = logits(tmp_path, 1)
+    for size in (2, 3):
+        assert torch.equal(logits(tmp_path, size), want), f"{size} ranks"
+    test_moe.quantize(tmp_path, WeightScheme(4, 8), "gptq")
+    want = logits(tmp_path / "quantized", 1)
+    assert torch.equal(logits(tmp_path / "quantized", 3), want)
+
+
+def test_latent_attention_in_blocks_of_fp8(tmp_path: Path) -> None:
+    test_latent.save_in_fp8(tmp_path)
+    want = logits(tmp_path / "fp8", 1)
+    for size in (2, 3):
+        assert torch.equal(logits(tmp_path / "fp8", size), want), f"{size} ranks"
 
 
 @pytest.mark.parametrize(("scheme", "form"), [
