@@ -55,8 +55,6 @@ class ModelSpec:
             raise UsageError(f"{where}: max_replicas must be at most {MAX_REPLICAS}, not {self.scale.max_replicas}")
         if (self.cpus is not None and self.cpus < 1) or self.gpus < 0:
             raise UsageError(f"{where}: cpus must be at least 1, and gpus at least 0")
-        if self.scale.spare_replicas and not self.is_scaled:
-            raise UsageError(f"{where}: spare_replicas needs min_replicas below max_replicas")
         fits = self.kv_transfer and not self.is_scaled and 0 < self.prefill < self.scale.min_replicas
         if self.prefill and not fits:
             raise UsageError(f"{where}: roles are {{prefill = P, decode = D}} with P and D at least 1")
@@ -180,8 +178,11 @@ def _model(name: str, given: dict[str, Any]) -> ModelSpec:
         given["replicas"] = 1
     fixed = given.pop("replicas", 1)
     limits = given.pop("min_replicas", fixed), given.pop("max_replicas", fixed)
+    rule = {key: given.pop(key) for key in _RULE if key in given}
+    if rule and limits[0] == limits[1]:
+        raise UsageError(f"{where}: {next(iter(rule))} needs min_replicas below max_replicas")
     try:
-        scale = Autoscale(*limits, **{key: given.pop(key) for key in _RULE if key in given})
+        scale = Autoscale(*limits, **rule)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     options = tuple(given.pop("options", ()))
