@@ -44,6 +44,8 @@ class FleetConfig:
     ``start_delay``: seconds until a replica that the autoscaler starts takes requests; it is paid for from its start.
     ``reports``: replicas tell a prefix-aware router which blocks they hold, after each step with a prompt
     in it; otherwise it predicts that.
+    ``interference``: replicas share one machine, and a step takes this many times as long while all others compute; in
+    proportion where some of them do as it begins.
     """
 
     replica: ReplicaConfig
@@ -53,8 +55,11 @@ class FleetConfig:
     start_delay: float = 60.0
     reports: bool = True
     transfer: KvTransfer | None = None
+    interference: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 1 <= self.interference < math.inf:
+            raise UsageError(f"--interference must be at least 1, not {self.interference}")
         if self.replicas < (0 if self.autoscale else 1):
             raise UsageError(f"--replicas must be at least 1, or 0 with --max-replicas, not {self.replicas}")
         if not 0 <= self.start_delay < math.inf:
@@ -145,7 +150,7 @@ class Fleet:
             self._now = now
             if replica.end is not None and replica.finish() and self._reports and not replica.draining:
                 self._router.report(str(replica.number), *replica.blocks.changes())
-            if replica.begin(now):
+            if replica.begin(now, self._slowed(replica)):
                 self._schedule(replica)
             elif replica.draining:
                 self._end(replica, now)
@@ -219,9 +224,18 @@ class Fleet:
         time = self._now if replica.end is None else replica.end
         heapq.heappush(self._events, (time, replica.number, replica.version))
 
+    def _slowed(self, replica: Replica) -> float:
+        """How many times as long a step of it takes that begins now."""
+        if self.config.interference == 1.0 or len(self._replicas) == 1:
+            return 1.0
+        busy = sum(each.end is not None for each in self._replicas.values() if each is not replica)
+        return 1.0 + (self.config.interference - 1.0) * busy / (len(self._replicas) - 1)
+
     def _new_replica(self) -> Replica:
-        number = len(self._usages) + len(self._replicas)
-        replica = Replica(number, self.config.replica, self._cost, self.records, self._now)
+        number, one = len(self._usages) + len(self._replicas), self.config.replica
+        if self.config.interference > 1.0:
+            one = replace(one, leaps=False)  # each step is slowed by what others do as it begins
+        replica = Replica(number, one, self._cost, self.records, self._now)
         self._replicas[number] = replica
         return replica
 

@@ -136,8 +136,9 @@ class Replica:
             self._cut(self._leap, now)
         return True
 
-    def begin(self, now: float) -> bool:
-        """Start the next step, or the next steps, at ``now``; False where there is nothing to do."""
+    def begin(self, now: float, slowed: float = 1.0) -> bool:
+        """Start the next step, or the next steps, at ``now``; False where there is nothing to do. A step takes
+        ``slowed`` times as long as it costs; steps that are taken at once do not."""
         self._start = now
         if self.config.static:
             self._admit_batch()
@@ -153,7 +154,7 @@ class Replica:
             if padded:
                 longest = max(s.start + len(s.token_ids) for s in self._plan.sequences)
                 tokens, rows, decode_kv = tokens + padded, rows + padded, decode_kv + padded * longest
-            self.end = now + self._cost.seconds(tokens, rows, prefill_kv, decode_kv)
+            self.end = now + slowed * self._cost.seconds(tokens, rows, prefill_kv, decode_kv)
         self.version += 1
         return True
 

@@ -124,6 +124,12 @@ def simulate(
         int, typer.Option(help="Engines beyond those that a load needs, ready for a burst; none without a load.")
     ] = 0,
     start_delay: Annotated[float, typer.Option(help="Seconds until an engine that is started serves.")] = 60.0,
+    interference: Annotated[
+        float,
+        typer.Option(
+            help="Engines share one machine: a step takes so many times as long while all others compute.",
+        ),
+    ] = 1.0,
     max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and output.")] = 8192,
     max_num_seqs: MaxNumSeqs = ENGINE.max_num_seqs,
     max_num_batched_tokens: Annotated[
@@ -257,7 +263,7 @@ def simulate(
     if not 0 <= kv_offload_blocks <= 1 << 24:
         raise UsageError(f"--kv-offload-blocks must be 0..{1 << 24}, not {kv_offload_blocks}")
     transfer = None if kv_transfer is None else KvTransfer(kv_transfer, prefill=prefill_replicas)
-    fleet = FleetConfig(one, replicas, routing, scale, start_delay, prefix_reports, transfer)
+    fleet = FleetConfig(one, replicas, routing, scale, start_delay, prefix_reports, transfer, interference)
     arrivals: list[Arrival] | Traffic = (
         read_trace(trace)
         if trace is not None

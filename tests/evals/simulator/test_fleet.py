@@ -76,6 +76,23 @@ def test_runs_of_decode_steps_at_once_change_nothing(
     assert sorted(quick.records.index) == sorted(set(quick.records.index))
 
 
+def test_who_shares_a_machine_slows_the_others_while_it_computes() -> None:
+    """Two requests of one step each, on two replicas that do nothing else."""
+    def ends(interference: float, second: float) -> list[float]:
+        arrivals = [Arrival(0.0, 8, 1), Arrival(second, 8, 1)]
+        fleet = FleetConfig(config(2, 26), 2, "round-robin", interference=interference)
+        records = Fleet(fleet, COST).run(arrivals).records
+        return [each[1] for each in sorted(zip(records.index, records.end))]
+
+    alone = ends(1.0, 0.0)[0]
+    assert ends(1.0, 0.0) == [alone, alone]
+    assert ends(1.5, 0.0) == pytest.approx([alone, 1.5 * alone])  # the first began while the other was idle
+    later = 2 * alone
+    assert ends(1.5, later) == pytest.approx([alone, later + alone]), "nobody computes any more"
+    with pytest.raises(UsageError, match="--interference must be at least 1"):
+        FleetConfig(config(2, 26), interference=0.5)
+
+
 def test_the_runs_are_taken_and_the_pool_is_tight_in_some(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the property test is worth: both sides of it happen."""
     arrivals = traffic(random.Random(3), 60, 20.0)
