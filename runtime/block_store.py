@@ -26,7 +26,7 @@ class BlockStore:
 
     def __init__(self, slots: Tensor, files: BlockFiles | None = None) -> None:
         self.files = files
-        self._slots = [_bytes(slot) for slot in slots]
+        self._slots = slots
         self._orders: PriorityQueue[tuple[int, int, Transfer | None]] = PriorityQueue()
         self._arrivals = count()
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
@@ -66,9 +66,9 @@ class BlockStore:
             done, dropped = False, tuple[Key, ...]()
             try:
                 if order.to_disk:
-                    done, dropped = self.files.write(order.key, self._slots[order.slot])
+                    done, dropped = self.files.write(order.key, _bytes(self._slots[order.slot]))
                 else:
-                    done = self.files.read(order.key, self._slots[order.slot])
+                    done = self.files.read(order.key, _bytes(self._slots[order.slot]))
             except Exception:  # a block less; the server goes on
                 logger.exception("a KV block could not be moved")
             self._outcomes.put(Outcome(order, done, dropped))

@@ -19,7 +19,7 @@ A slot is in exactly one of four states:
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -241,8 +241,8 @@ class BlockTiers:
         """Raise ``AssertionError`` if a slot is lost or used twice, or an order is for a slot with something else."""
         filled = set(self._slot_of.values())
         leaving = [slot for key, slot in self._writing.items() if self._slot_of.get(key) != slot]
-        states = Counter([*self._free, *self._slot_of.values(), *self._reading.values(), *leaving])
-        assert states == Counter(range(self.num_slots)), f"not in exactly one state: {states}"
+        states = sorted([*self._free, *self._slot_of.values(), *self._reading.values(), *leaving])
+        assert states == list(range(self.num_slots)), f"not in exactly one state: {states}"
         assert self._planned <= filled, "a plan reads a slot whose block is gone"
         assert not self._slot_of.keys() & self._reading.keys(), "what is in memory is read"
         assert self.has_disk or not (self._on_disk or self._reading or self._writing)

@@ -426,8 +426,8 @@ class BlockManager:
         for request_id, shown in self._shown.items():
             assert shown == tuple(map(_filled, self._tables[request_id])), f"{request_id} is shown old tables"
         assert self._refs == [held[block] for block in range(self.num_blocks)], "reference counts are wrong"
-        states = Counter([*self._free, *self._evictable, *held])
-        assert states == Counter(range(self.num_blocks)), f"not in exactly one state: {states}"
+        states = sorted([*self._free, *self._evictable, *held])
+        assert states == list(range(self.num_blocks)), f"not in exactly one state: {states}"
         assert self.num_free + self.num_used == self.num_blocks and self.num_used == len(held)
         named = {block: (g, digest) for g, known in enumerate(self._block_of) for digest, block in known.items()}
         assert self._digest_of == named
