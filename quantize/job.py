@@ -105,6 +105,12 @@ class QuantizeJob:
             raise UsageError(f"--target-bits must be 2 to 16, not {self.target_bits}")
         if self.max_kl is not None and not 0 < self.max_kl < float("inf"):
             raise UsageError(f"--max-kl must be above 0 to minimize size, not {self.max_kl}")
+        if self.hours is not None and not 0 < self.hours < 10_000:
+            raise UsageError(f"--hours must be above 0 and below 10,000, not {self.hours}")
+        if self.hours is not None and self.effort != "best":
+            raise UsageError("--hours is for --effort best, which uses them")
+        if self.hours is not None and self.max_kl is not None:
+            raise UsageError("--minimize size makes several checkpoints: leave out --hours")
         for flag, value in (("--samples", self.samples), ("--sequence-length", self.sequence_length)):
             if value < 1:
                 raise UsageError(f"{flag} must be at least 1, not {value}")
@@ -155,12 +161,6 @@ class QuantizeJob:
             compensating = " or ".join(f"--method {each.name}" for each in METHODS.values() if each.compensates)
             raise UsageError(f"--effort best learns the rounding that error compensation began: use {compensating}")
 
-        if self.hours is not None and not 0 < self.hours < 10_000:
-            raise UsageError(f"--hours must be above 0 and below 10,000, not {self.hours}")
-        if self.hours is not None and self.effort != "best":
-            raise UsageError("--hours is for --effort best, which uses them")
-        if self.hours is not None and self.max_kl is not None:
-            raise UsageError("--minimize size makes several checkpoints: leave out --hours")
 
     def _check_recipe(self) -> None:
         if self.algorithm.search_scale is not None or not self.algorithm.symmetric:

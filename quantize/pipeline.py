@@ -365,10 +365,11 @@ def _distill(
         source, device = prepared.skeleton.source, prepared.skeleton.device
         skeleton = Skeleton(source, device)  # the walk has taken the other one apart
         model, windows = skeleton.load_all(), windows.to(device)
+        parts = tuning_windows(source, prepared.job, windows.to(CPU))
+        held_out = not torch.equal(parts[1], windows[: len(parts[1])].to(CPU))
         # The targets are computed again in a run that resumes, like hidden states.
         seen, judge = (
-            distill.Examples(part.to(device), distill.head_inputs(model, part.to(device)))
-            for part in tuning_windows(source, prepared.job, windows.to(CPU))
+            distill.Examples(part.to(device), distill.head_inputs(model, part.to(device))) for part in parts
         )
         linears: dict[str, nn.Linear] = {}
         packed: dict[str, QuantizedWeight] = {}
@@ -404,12 +405,13 @@ def _distill(
         if prepared.spec.kv_cache is not None:
             for name, numbers in _kv_numbers(skeleton, windows, prepared.spec.kv_cache).items():
                 writer.put(name, numbers, replace=True)
-        writer.commit(_SCALES, {"before": tuned.before, "after": tuned.after, "steps": tuned.steps})
+        text = "text that was held out" if held_out else "calibration text"
+        writer.commit(_SCALES, {"before": tuned.before, "after": tuned.after, "steps": tuned.steps, "text": text})
     found = writer.part(_SCALES)[1]
     before, after = found["before"], found["after"]
     if after < before:
         line = (
-            f"scales tuned end to end in {found['steps']:,} steps: divergence on text that was held out {before:.3g}, "
+            f"scales tuned end to end in {found['steps']:,} steps: divergence on {found['text']} {before:.3g}, "
             f"then {after:.3g}"
         )
     else:

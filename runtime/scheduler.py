@@ -490,7 +490,9 @@ class Scheduler:
 
     def _can_write(self, request: Request) -> bool:
         """Whether its next position has room in all groups, and those of its beams."""
-        return all(self.blocks.is_writable(each.request_id, each.num_computed) for each in request.members)
+        if not request.beams:
+            return self.blocks.is_writable(request.request_id, request.num_computed)
+        return all(self.blocks.is_writable(each.request_id, each.num_computed) for each in request.beams)
 
     def _grow_prefills(self) -> None:
         """Make room for one more position of each prompt; further positions come where there is room for more."""

@@ -62,6 +62,8 @@ class FleetConfig:
             raise UsageError(f"--interference must be at least 1, not {self.interference}")
         if self.replicas < (0 if self.autoscale else 1):
             raise UsageError(f"--replicas must be at least 1, or 0 with --max-replicas, not {self.replicas}")
+        if self.interference > 1 and self.replicas == 1 and self.autoscale is None:
+            raise UsageError("--interference is between engines: give --replicas or --max-replicas")
         if not 0 <= self.start_delay < math.inf:
             raise UsageError(f"--start-delay must be at least 0, not {self.start_delay}")
         if self.transfer is not None:

@@ -49,7 +49,6 @@ class LatentBuffers:
 
     @classmethod
     def allocate(cls, latent: LatentConfig, heads: int, placement: Placement, tokens: int) -> LatentBuffers:
-
         def room(width: int, dtype: torch.dtype = placement.activations) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype, device=placement.device)
 

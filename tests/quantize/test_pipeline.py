@@ -740,6 +740,15 @@ def test_the_best_effort_is_the_same_whether_it_was_interrupted_or_not(llama, tm
 
 
 @pytest.mark.usefixtures("few_steps")
+def test_where_the_text_is_too_short_to_hold_some_out_the_report_says_what_judged(llama, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text(load_text("builtin", "calibrate").text[:300])
+    job = QuantizeJob(**{**SMALL, "effort": "best", "calibration": str(text)})
+    report = pipeline.run(HFDirectory(llama), tmp_path / "out", job)
+    assert "divergence on calibration text" in report.notices[-1]
+
+
+@pytest.mark.usefixtures("few_steps")
 def test_a_model_too_large_to_be_tuned_says_so_before_it_starts(llama, tmp_path, monkeypatch):
     """And a run that resumes with more memory still gives what the first one would have given."""
     source, job = HFDirectory(llama), QuantizeJob(**{**SMALL, "effort": "best"})

@@ -90,7 +90,9 @@ def test_who_shares_a_machine_slows_the_others_while_it_computes() -> None:
     later = 2 * alone
     assert ends(1.5, later) == pytest.approx([alone, later + alone]), "nobody computes any more"
     with pytest.raises(UsageError, match="--interference must be at least 1"):
-        FleetConfig(config(2, 26), interference=0.5)
+        FleetConfig(config(2, 26), 2, interference=0.5)
+    with pytest.raises(UsageError, match="--interference is between engines"):
+        FleetConfig(config(2, 26), interference=1.5)
 
 
 def test_the_runs_are_taken_and_the_pool_is_tight_in_some(monkeypatch: pytest.MonkeyPatch) -> None:
