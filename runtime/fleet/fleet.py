@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ class Replica:
         reports: whether it may say what its cache holds; ``follower`` reads that.
         local: its process, where this machine keeps it.
         waiting: requests in its queue, of a replica that joined.
+        used: tokens of each caller, as it told them last, from ``since`` on; None before it did.
     """
 
     upstream: Upstream
@@ -60,6 +61,8 @@ class Replica:
     reports: bool = True
     follower: asyncio.Task[None] | None = None
     local: LocalModel | None = None
+    used: dict[str, int] | None = None
+    since: float = 0.0
 
     @property
     def url(self) -> str:
@@ -110,6 +113,9 @@ class Fleet:
         self.prefill: dict[str, int] = {}  # of a model, how many replicas only compute prompts, for the others
         self.held: Counter[str | None] = Counter()  # requests that wait for a replica to be loaded, by their model
         self.begun: Counter[str] = Counter()  # requests whose answers have begun, by their model
+        self.used: Counter[str] = Counter()  # tokens that replicas computed since ``since``, by their caller
+        self.since = time.time()
+        self.charge: Callable[[str, int], None] = lambda caller, tokens: None  # is told of them, too
         self._interval = interval
         self._promised: dict[str, dict[str, Any]] = {}
         self._news = asyncio.Event()  # there was something to tell the router
@@ -295,6 +301,8 @@ class Fleet:
                 await self._introduce(replica)
             elif state == "ready" and replica.joined:
                 await self._look(replica)
+            if state == "ready":
+                await self._look_at_usage(replica)
         except (Unreachable, Lost, TimeoutError, ValueError, LookupError, TypeError, AttributeError) as error:
             if replica.local is not None and not replica.local.listens:  # it ended meanwhile, as is known
                 return
@@ -330,6 +338,22 @@ class Fleet:
             engine = json.loads(body)
             replica.capacity = engine["kv"]["total"] * engine["kv"]["block_size"] // BLOCK_TOKENS
             replica.waiting = engine.get("num_waiting", 0)
+
+    async def _look_at_usage(self, replica: Replica) -> None:
+        status, body = await replica.get("/v1/usage")
+        if status == 200:
+            page = json.loads(body)
+            self.count(replica, {each["caller"]: int(each["tokens"]) for each in page["data"]}, float(page["since"]))
+
+    def count(self, replica: Replica, used: dict[str, int], since: float) -> None:
+        """A replica has computed so many tokens for each caller since its start, at ``since``. What it had computed
+        before it first told so, it computed for other routers."""
+        before = used if replica.used is None else replica.used if since == replica.since else {}
+        replica.used, replica.since = used, since
+        for caller, tokens in used.items():
+            if more := tokens - before.get(caller, 0):
+                self.used[caller] += more
+                self.charge(caller, more)
 
     async def _follow(self, replica: Replica) -> None:
         """Let the router know what the replica says that its cache holds; a server that does not say is guessed at."""

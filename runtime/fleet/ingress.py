@@ -1,7 +1,8 @@
 """``Ingress``: the application of ``qserve route``, and of ``qserve run`` with several models.
 
 A request is read, placed, forwarded, and where nothing of its answer was seen yet, tried again elsewhere. What the
-replicas answer passes through as it is. Its own are the probes, ``/metrics``, ``/v1/models`` and ``/v1/replicas``.
+replicas answer passes through as it is. Its own are the probes, ``/metrics``, ``/v1/models``, ``/v1/usage`` and
+``/v1/replicas``.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from qserve.runtime.server.http.authentication import require_admin
 from qserve.runtime.server.http.body import MAX_COMMAS, MORE_COMMAS, parse_object, read_body
 from qserve.runtime.server.http.streaming import HEARTBEAT_SECONDS, while_connected
 from qserve.runtime.server.kv_order import KV_HEADER, KvOrder
-from qserve.runtime.server.limits.keys import CALLER, ApiKey, caller_header
+from qserve.runtime.server.limits.keys import CALLER, ApiKey, KeyRing, caller_header
 from qserve.runtime.server.limits.quota import QuotaError, Quotas
 from qserve.runtime.server.limits.shared_pool import SharedPool
 from qserve.runtime.server.routes.batches import batch_app
+from qserve.runtime.server.routes.usage import usage_page
 from qserve.runtime.server.telemetry.request_record import CACHED_TOKENS, PROMPT_TOKENS, RequestRecord
 
 MAX_LOST = 2  # replicas that may end with a request: one that kills its server must not go round
@@ -62,9 +64,13 @@ class _Call:
 class Ingress:
     """ASGI application. ``draining`` refuses new requests."""
 
-    def __init__(self, fleet: Fleet, config: ServerConfig, batches: BatchRunner | None = None) -> None:
-        """``batches``: answers files of requests; None keeps none."""
+    def __init__(
+        self, fleet: Fleet, config: ServerConfig, keys: KeyRing, batches: BatchRunner | None = None
+    ) -> None:
+        """``keys``: of the callers. ``batches``: answers files of requests; None keeps none."""
         self.fleet = fleet
+        fleet.charge = self._charge
+        self._keys = keys
         self.aliases = Aliases({})
         self.metrics = FleetMetrics(fleet)
         self.draining = False
@@ -120,6 +126,9 @@ class Ingress:
         if path == "/v1/replicas":
             require_admin(request)
             return JSONResponse(self._replicas())
+        if path == "/v1/usage":
+            require_admin(request)
+            return JSONResponse(usage_page(fleet.used, fleet.since))
         if path == "/v1/models":
             return JSONResponse({"object": "list", "data": list(self._models().values())})
         if path.startswith("/v1/models/"):
@@ -213,12 +222,6 @@ class Ingress:
         choices = (n if type(n) is int and n > 0 else 1) * (len(prompts) if many and prompts else 1)
         if key is None:
             return choices
-        if key.max_tokens_per_minute is not None:
-            raise APIError(
-                403,
-                "this API key has a limit of tokens per minute, which a router does not count; give it max_requests",
-                code="limit_not_supported",
-            )
         try:
             self._quotas.check(key, choices, time.monotonic())
         except QuotaError as error:
@@ -226,6 +229,11 @@ class Ingress:
             raise APIError(429, str(error), code="rate_limit_exceeded", headers=wait) from None
         self._quotas.began(key, choices)
         return choices
+
+    def _charge(self, caller: str, tokens: int) -> None:
+        """A replica has computed so many tokens for the caller of this name, maybe for another router."""
+        if (key := self._keys.named(caller)) is not None:
+            self._quotas.spend(key, tokens, time.monotonic())
 
     async def _send(self, call: _Call, delivery: Delivery) -> None:
         """Try replicas until one answers. Raises ``APIError`` where none does."""
@@ -345,7 +353,7 @@ class Ingress:
 
 
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-GET_ROUTES = frozenset(("/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/v1/replicas"))
+GET_ROUTES = frozenset(("/health", "/ready", "/metrics", "/openapi.json", "/v1/models", "/v1/replicas", "/v1/usage"))
 FORWARDED_ROUTES = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
      "/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v2/rerank", "/classify", "/score", "/rerank",

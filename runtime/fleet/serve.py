@@ -43,7 +43,7 @@ class RouterServer(uvicorn.Server):
         self._batches: BatchRunner | None = None
         if config.batch_dir is not None:
             self._batches = BatchRunner(BatchStore(config.batch_dir, config.batch_dir_size), self.keys)
-        self.ingress = Ingress(fleet, config, self._batches)
+        self.ingress = Ingress(fleet, config, self.keys, self._batches)
         self._app = _app(self.ingress, config, self.keys)
         super().__init__(uvicorn_config(self._app, config))
         self._watches = [fleet.watch, *([scaling.watch] if scaling else [])]

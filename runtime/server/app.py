@@ -28,6 +28,7 @@ from qserve.runtime.server.routes import (
     schema,
     scores,
     tokens,
+    usage,
     websocket,
 )
 from qserve.runtime.server.service import Service
@@ -54,7 +55,7 @@ def create_app(service: Service, runner: BatchRunner | None = None) -> FastAPI:
     app.add_middleware(LingeringClose)  # added last, so outermost: the time it waits is not part of a request
     add_error_handlers(app)
     api = (completions, chat, responses, messages, embeddings, scores, classify, tokens)
-    for part in (probes, models, *api, adapters, websocket, engine, prefixes, kv_blocks, page, schema):
+    for part in (probes, models, *api, adapters, websocket, engine, usage, prefixes, kv_blocks, page, schema):
         app.include_router(part.router(service))
     app.include_router(batches.router(runner))
     return app

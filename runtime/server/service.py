@@ -208,7 +208,9 @@ class Service:
             digests = [each.hex() for each in chain_digests(prompts[0][:-1], size, salt=self._salt(call, adapter))]
             await self.kv.fetch(call.kv, digests[self.prefixes.num_held(digests) :])
         try:
-            account = self.accounting.open(key, choices, self._backlog_seconds())
+            # A prompt that is computed for another replica is paid for there.
+            payer = None if call.kv is not None and call.kv.prefill else key
+            account = self.accounting.open(payer, choices, self._backlog_seconds())
             grammar = None
             if params.constraint is not None:
                 grammar = await self._tried(params.constraint, call.tenant, account, choices)
@@ -227,8 +229,8 @@ class Service:
             raise self._busy(str(error)) from None
         except QuotaError as error:
             raise _limited(error) from None
-        if key is not None:  # a refused request costs nothing
-            self.accounting.quotas.spend(key, generation.prompt_tokens, time.monotonic())
+        if payer is not None:  # a refused request costs nothing
+            self.accounting.quotas.spend(payer, generation.prompt_tokens, time.monotonic())
         call.record.generations.append(generation)
         call.record.prompt = prompts[0]
         call.record.adapter = adapter

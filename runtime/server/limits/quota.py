@@ -32,9 +32,13 @@ class _Bucket:
 
 
 class Quotas:
-    """The counts of all keys, by name. A key without limits is counted too: a reload may give it some."""
+    """The counts of all keys, by name. A key without limits is counted too: a reload may give it some.
+
+    ``used``: tokens of prompts and outputs, as ``max_tokens_per_minute`` counts them, since the start.
+    """
 
     def __init__(self) -> None:
+        self.used: Counter[str] = Counter()
         self._active: Counter[str] = Counter()
         self._buckets: dict[str, _Bucket] = {}
 
@@ -64,6 +68,7 @@ class Quotas:
             del self._active[key.name]
 
     def spend(self, key: ApiKey, tokens: int, now: float) -> None:
+        self.used[key.name] += tokens
         if key.max_tokens_per_minute is not None:
             bucket = self._buckets.setdefault(key.name, _Bucket(0.0, now))
             bucket.spent, bucket.time = bucket.at(now, key.max_tokens_per_minute) + tokens, now

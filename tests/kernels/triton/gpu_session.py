@@ -39,6 +39,8 @@ LIMIT = 500.0
 """Seconds of all parts together."""
 SPARE = 15.0
 """Seconds that a part needs to end by itself, so that it is told to begin nothing new so much earlier."""
+TESTS = (HERE, ROOT / "tests/quantize/test_device.py", ROOT / "tests/runtime/server/telemetry/test_gpu.py")
+"""Where there are tests marked ``gpu``: to collect all takes every process half a minute."""
 SHARES = {"tests": 5.0, "sanitize": 2.0, "tune": 4.0, "kernels": 4.0, "end-to-end": 2.0, "whole-model": 5.0}
 """Of the time, in the order in which they run."""
 WORKERS = max(1, min(12, (os.cpu_count() or 1) - 2))
@@ -55,13 +57,13 @@ print(json.dumps({"python": platform.python_version(), "torch": torch.__version_
 """
 
 
-def commands(out: Path, tests: str, tiny: bool, seconds: dict[str, float]) -> dict[str, list[str]]:
+def commands(out: Path, tests: list[str], tiny: bool, seconds: dict[str, float]) -> dict[str, list[str]]:
     """What is run, in order; with so many ``seconds`` for each."""
     limit = {name: f"{max(1.0, each - SPARE):.0f}" for name, each in seconds.items()}
     small = ["--tiny"] if tiny else []
     gpu = [*CLI, "bench", "kernels", "--device", "cuda"]
     return {
-        "tests": ["-m", "pytest", tests, "-m", "gpu", "-v", "-rfEs", "--tb", "short", "--durations", "10",
+        "tests": ["-m", "pytest", *tests, "-m", "gpu", "-v", "-rfEs", "--tb", "short", "--durations", "10",
                   "-p", "no:cacheprovider", "-p", "tests.kernels.triton.deadline", "--seconds", limit["tests"],
                   "-n", f"{WORKERS}", "--dist", "load", "--maxschedchunk", "1",
                   "-o", "addopts=--import-mode=importlib", "--timeout", "120", "--timeout-method", "thread"],
@@ -122,7 +124,7 @@ def session(site: Path) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--parts", default=",".join(SHARES), help="some of " + ", ".join(SHARES))
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of all, {LIMIT:.0f} by default")
-    parser.add_argument("--tests", default=str(HERE), help="what pytest collects")
+    parser.add_argument("--tests", nargs="+", default=list(map(str, TESTS)), help="what pytest collects")
     parser.add_argument("--wheels", type=Path, help="what is installed first, into a folder that is gone afterwards")
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()

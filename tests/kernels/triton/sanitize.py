@@ -1,4 +1,4 @@
-"""Split products and attention in compute-sanitizer: ``python sanitize.py [--tiny]``.
+"""Split products, attention and GPTQ's kernel in compute-sanitizer: ``python sanitize.py [--tiny]``.
 
 Looks for accesses outside of memory (memcheck) and for races in shared memory (racecheck) in the kernels where programs
 or threads wait for one another. Passes where the machine has no compute-sanitizer, and says so. ``--tiny`` only
@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 TESTS = {
     "test_gpu_linear.py": "split",
     "test_gpu_engine.py": "attend and 300 and 8-2-128",
+    "test_sweep.py": "cuda and (scheme0 or scheme5)",
 }
 """The file, and which of its tests."""
 

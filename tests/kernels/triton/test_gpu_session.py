@@ -65,7 +65,7 @@ def test_a_part_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_every_part_has_a_share_of_the_time(tmp_path: Path) -> None:
     program = runpy.run_path(str(PROGRAM))
     assert sum(program["SHARES"].values()) > 0 and program["LIMIT"] < 600
-    made = program["commands"](tmp_path, "tests", False, dict.fromkeys(program["SHARES"], 100.0))
+    made = program["commands"](tmp_path, ["tests"], False, dict.fromkeys(program["SHARES"], 100.0))
     assert list(made) == list(program["SHARES"])
     for name in ("tests", "tune", "kernels", "whole-model"):
         option = "--seconds" if name == "tests" else "--limit"

@@ -1,4 +1,4 @@
-"""GPTQ's kernel for a few inputs at a time, in the interpreter, against the torch reference that takes one by one."""
+"""GPTQ's kernel for a few inputs at a time, against the torch reference that takes one by one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from qserve.quantize import rtn
 from qserve.quantize.sweep import _Sweep, sweep_with_torch
 from tests.kernels.triton.aot import compile_file
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/quantize/test_device.py runs")
-
-
-@pytest.mark.parametrize("aimed", [False, True])
-@pytest.mark.parametrize("scheme, outputs, inputs", [
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CASES = [
     (WeightScheme(4, 16), 37, 96),
     (WeightScheme(4, 64, symmetric=False), 70, 128),
     (WeightScheme(3, -1), 9, 50),
@@ -24,9 +21,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
     (WeightScheme(2, 24), 1, 48),
     (NVFP4, 33, 80),
     (MXFP4, 20, 96),
-])  # fmt: skip
+]
+
+
+@pytest.mark.parametrize("aimed", [False, True])
+@pytest.mark.parametrize("device", [
+    pytest.param(CPU, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it runs there")),
+    pytest.param(GPU, marks=pytest.mark.gpu),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("scheme, outputs, inputs", CASES)
 def test_it_chooses_the_codes_of_the_reference(
-    scheme: WeightScheme, outputs: int, inputs: int, aimed: bool
+    scheme: WeightScheme, outputs: int, inputs: int, device: torch.device, aimed: bool
 ) -> None:
     generator = torch.Generator().manual_seed(inputs)
     weight = torch.randn(outputs, inputs, generator=generator)
@@ -38,11 +43,13 @@ def test_it_chooses_the_codes_of_the_reference(
     aims = weight + 0.01 * torch.randn(outputs, inputs, generator=generator) if aimed else None
     expected, _, _ = sweep_with_torch(weight, torch.ones(inputs), scheme, order, upper, scales, zeros, aims)
     assert not torch.equal(expected, rtn.nearest(weight, torch.ones(inputs), scheme).codes), "nothing made up for"
-    sweep = _Sweep(weight, torch.ones(inputs), scheme, order, upper, scales, zeros, aims)
-    sweep.on_gpu = True
-    sweep.run(0, inputs)
-    found = torch.empty_like(sweep.codes)
-    found[order] = sweep.codes
+    there = [each if each is None else each.to(device) for each in (upper, scales, zeros, aims)]
+    with device:
+        sweep = _Sweep(weight.to(device), torch.ones(inputs), scheme, order.to(device), *there)
+        sweep.on_gpu = True
+        sweep.run(0, inputs)
+    found = torch.empty_like(sweep.codes.cpu())
+    found[order] = sweep.codes.cpu()
     assert float((found.t() == expected).float().mean()) > 0.999
 
 

@@ -41,7 +41,7 @@ PRESENT = """
     torch tqdm transformers triton typer typing-extensions urllib3 wheel xxhash
 """
 """Of an image with CUDA, PyTorch and transformers."""
-TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "setuptools>=77")
+TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "openai>=2", "setuptools>=77")
 NOT_NEEDED = frozenset({"datasets"})
 """It is imported where a text is fetched from a hub."""
 PEERS = ("gemlite", "humming-kernels")

@@ -20,6 +20,7 @@ PAGES = {
     "/ready": {"status": "ready"},
     "/v1/models": {"data": [{"id": "m"}]},
     "/v1/engine": {"kv": {"total": 9, "block_size": 16}},
+    "/v1/usage": {"since": 1.0, "data": []},
     "/metrics": {},
 }
 Script = Callable[[socket.socket, str], None]

@@ -44,7 +44,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
-        page = {"status": "ready", "data": [{"id": name}], "kv": {"total": 9, "block_size": 16}}
+        data = [{"id": name, "caller": "alice", "tokens": 0}]
+        page = {"status": "ready", "data": data, "since": 1.0, "kv": {"total": 9, "block_size": 16}}
         self.answer(json.dumps(page).encode())
 
     def do_POST(self):

@@ -202,7 +202,7 @@ def keyed(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server, keys | {"given": "first-key"}
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/v1/engine", "/v1/engine/events"])
+@pytest.mark.parametrize("path", ["/metrics", "/v1/engine", "/v1/engine/events", "/v1/usage"])
 def test_what_all_callers_do_is_shown_to_admins(keyed: tuple[ServerHandle, dict[str, str]], path: str) -> None:
     server, keys = keyed
 
