@@ -36,7 +36,7 @@ def output_gradients(
     found: dict[str, LayerStats] = {}
 
     def note(name: str, gradient: Tensor) -> None:
-        with exact_products():
+        with gradient.device, exact_products():  # gradients of a GPU come in a thread that has no default device
             stats = found.setdefault(name, LayerStats(gradient.shape[-1]))
             stats.update(gradient.float())
 

@@ -5,8 +5,9 @@ Each holds the numbers of the same weight in its own form. No package is importe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,14 +83,19 @@ def _marlin(problem: Problem) -> Held:
 
 
 def _humming(problem: Problem) -> Held:
-    layers = import_module("humming.layer")
+    layers, tune = import_module("humming.layer"), import_module("humming.tune")
     packed, (out, inp), x = problem.packed, problem.shape, problem.x
     words, scales = _gptq(problem)
     config = {"quant_method": "gptq", "bits": packed.scheme.bits, "group_size": packed.scheme.group_size}
     layer = layers.HummingLayer(shape_n=out, shape_k=inp, weight_config=config, torch_dtype=x.dtype).to(x.device)
     layer.load_from_tensors({"qweight": words, "scales": scales})
     layer.transform()
-    return _held(lambda rows: layer(x[:rows]), words, scales)
+
+    @cache  # without it the first call compiles the kernels of every number of rows
+    def tuning(rows: int) -> str:
+        return json.dumps(tune.get_heuristics_config(layer.humming_config, shape_m=rows, device=x.device))
+
+    return _held(lambda rows: layer(x[:rows], tuning_config=tuning(rows)), words, scales)
 
 
 PEERS = tuple(

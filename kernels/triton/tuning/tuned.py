@@ -212,7 +212,9 @@ class InUse:
     refused: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def find(self, key: str, rows: int) -> Config | None:
-        found: Mapping[int, Measured] = {} if self.file is None else self.file.entries.get(key, {})
+        """What was measured in bfloat16 is used for float16, too, whose numbers are as large."""
+        entries = {} if self.file is None else self.file.entries
+        found: Mapping[int, Measured] = entries.get(key) or entries.get(key.replace(" float16 ", " bfloat16 "), {})
         bucket = bucket_of(rows)
         return found[bucket].config if bucket in found and (key, bucket) not in self.refused else None
 

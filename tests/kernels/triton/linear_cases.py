@@ -270,17 +270,20 @@ def cases() -> dict[str, Case]:
 
 
 def tuned_cases(folder: Path = DATA) -> dict[str, Case]:
-    """Every configuration of the files that are shipped. The dequantizing kernel has but one; cuBLAS is compiled."""
+    """Every configuration of the files that are shipped; those in bfloat16 also in float16, for which they are used.
+
+    The dequantizing kernel has but one; cuBLAS is compiled."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
         gpu = described(next(each for name, each in GPUS.items() if name in content["gpu"].split()))
         for key, measured in content["entries"].items():
-            kernel, dtype, *words = key.split()
+            kernel, measured_in, *words = key.split()
             named = dict(word.split("=") for word in words if "=" in word)
-            for rows, each in measured.items():
+            dtypes = (measured_in, *["float16"] * (measured_in == "bfloat16"))
+            for (rows, each), dtype in product(measured.items(), dtypes):
                 config = Config(**each["config"])
-                name = f"{path.stem} {key} {rows} {gpu.architecture}"
+                name = f"{path.stem} {key} {rows} {dtype} {gpu.architecture}"
                 if kernel == "weight_only" and config.kernel == "tiles":
                     bits, group = int(named["bits"]), int(named["group"])
                     for kind in ("float", "both") if words[2] == "float" else (words[2],):

@@ -133,7 +133,7 @@ def test_what_is_shipped_is_among_the_configurations(tmp_path: Path) -> None:
     file.write(tmp_path / "nvidia-h200-triton-3.9.json")
     found = linear_cases.tuned_cases(tmp_path)
     assert [case.kernel.__name__ for case in found.values()] == [
-        *["weight_only_kernel"] * 3, "eight_bit_kernel", "persistent_kernel",
+        *["weight_only_kernel"] * 4, "eight_bit_kernel", "persistent_kernel",
     ]  # fmt: skip
     for case in list(found.values())[:-1]:
         assert (case.architecture, case.num_warps, case.num_stages) == ("sm_90", 4, 5) and case.constexprs["SPLIT"]

@@ -138,6 +138,15 @@ def test_a_shipped_file_is_what_products_go_by(data: Path) -> None:
     assert product().configs[16] == GOOD and "earlier version" in tuned.in_use(DEFAULT).lines()[0]
 
 
+def test_what_was_measured_in_bfloat16_is_used_for_float16(data: Path) -> None:
+    key = product().key
+    assert " float16 " in key
+    ship(data, key.replace("float16", "bfloat16"))
+    assert product().configs[16] == GOOD
+    ship(data, key, replace(GOOD, splits=1))
+    assert product().configs[16] == replace(GOOD, splits=1), "its own come first"
+
+
 def test_what_does_not_fit_the_weight_is_named(data: Path) -> None:
     usual = product()
     ship(data, usual.key, replace(GOOD, block_n=256))
