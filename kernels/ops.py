@@ -568,7 +568,8 @@ class GatedDelta:
 
         S = exp(rate * softplus(a + dt_bias)) * S;    S = S + k (sigmoid(b) (v - S^T k))^T
 
-    and out [tokens, heads * value_dim] the RMS norm of S^T q of each head, times ``norm`` [value_dim] and SiLU(z).
+    and out [tokens, heads * value_dim], which may be a slice of the columns of a wider buffer, the RMS norm of S^T q of
+    each head, times ``norm`` [value_dim] and SiLU(z).
 
     rate (-exp(A_log)) and dt_bias are float32 [heads]. state, float32 [slots, heads, key_dim, value_dim], is kept as
     that of ``CausalConv``.
@@ -594,6 +595,10 @@ class GatedDelta:
     @property
     def value_dim(self) -> int:
         return self.state.shape[3]
+
+    @property
+    def out_stride(self) -> int:
+        return self.out.stride(0)
 
 
 @dataclass(frozen=True)

@@ -147,10 +147,14 @@ def plan_memory(
     files: int = 0,
     device: torch.device | None = None,
     block_bytes: int | None = None,
+    state_bytes: int | None = None,
 ) -> MemoryPlan:
     """Divide the free memory as ``config`` wishes. ``context`` is the model's own limit. On a GPU the memory is that of
-    ``device``. ``block_bytes``: of a block in all processes together, where there are several. Raises
-    ``CapacityError`` with the arithmetic where the wishes, or the model, do not fit."""
+    ``device``. ``block_bytes`` and ``state_bytes``: of a block, and of what is kept of a sequence besides, in all
+    processes together, where there are several.
+
+    Raises ``CapacityError`` with the arithmetic where the wishes, or the model, do not fit.
+    """
     max_model_len, kv_cache_memory = config.max_model_len, config.kv_cache_memory
     kv_offload_memory = config.offload_memory
     on_gpu = device is not None and device.type == "cuda"
@@ -159,7 +163,7 @@ def plan_memory(
     if config.gpu_memory_utilization is not None:
         available, share = max(0, available - reserved(total, config.gpu_memory_utilization)), 1.0
     block_bytes, windows = block_bytes or layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
-    states = config.num_state_slots * layout.state_bytes
+    states = config.num_state_slots * (layout.state_bytes if state_bytes is None else state_bytes)
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")
     host = available_memory() if on_gpu else available - weights - workspace

@@ -168,7 +168,9 @@ def _plan(
         weights += lookup_bytes(held, model_config.modules) * (len(groups) - 1)
     device, kv_dtype = executor.placement.device, cache_dtype(config.kv_cache_dtype, source)
     workspaces = [limits.workspace_bytes(model_config, executor.placement.activations, group) for group in groups]
-    blocks = [cache_layout(model_config, group).block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for group in groups]
+    layouts = [cache_layout(model_config, group) for group in groups]
+    blocks = [layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for layout in layouts]
+    states = [layout.state_bytes for layout in layouts]
     workspace, block_bytes = sum(workspaces) - groups[0].shared_bytes * (len(groups) - 1), sum(blocks)
     workspace += StageChannel.hidden_bytes(config.pipeline_parallel_size, limits, model_config.hidden_size)
     if device.type == "cuda":
@@ -183,6 +185,7 @@ def _plan(
         files=file_bytes(source),
         device=device,
         block_bytes=block_bytes,
+        state_bytes=max(states) if device.type == "cuda" else sum(states),
     )
     return replace(memory, process=memory.process * len(parts))
 

@@ -17,7 +17,7 @@ from qserve.kernels.executor import Executor, Step
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.kernels.row_sampling import RowSampling
 from qserve.runtime.device_sampler import sample_rows, there
-from qserve.runtime.models.decoder import DecoderLimits
+from qserve.runtime.models.decoder import DecoderLimits, copy_states
 from qserve.runtime.step_arrays import StepArrays
 from qserve.runtime.step_plan import StepPlan
 
@@ -102,6 +102,10 @@ class DecoderRunner:
         for source, destination in copies:
             self.block(destination).copy_(self.block(source))
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of sequences, in order: ``(source, destination)``."""
+        copy_states(self.decoder.sequence_states, copies)
+
     def cache_facts(self) -> dict[str, str]:
         """What the bits in the cache depend on, besides the checkpoint and the tokens."""
         executor, kv = self.decoder.executor, self.decoder.kv
@@ -116,9 +120,7 @@ class DecoderRunner:
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         decoder = self.decoder
         self.copy_blocks(plan.copies)
-        for source, destination in plan.state_copies:
-            for state in decoder.sequence_states:
-                state[destination] = state[source]
+        self.copy_states(plan.state_copies)
         steps = self._arrays.describe(plan, self._rows)
         decoder.run(*steps)
         self._read_out(plan, steps[0], prompt_sink)

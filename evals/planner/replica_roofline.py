@@ -84,13 +84,15 @@ class ReplicaRoofline:
     def kv_per_request(self, tokens: float) -> float:
         """Bytes of a request on one GPU."""
         stage = -(-self.shape.num_layers // self.layout.pp) / self.shape.num_layers
-        return self.shape.kv_bytes(tokens, KV_BYTES[self.kv_dtype]) * stage * self.kv_share
+        kept = self.shape.kv_bytes(tokens, KV_BYTES[self.kv_dtype]) - self.shape.state_bytes
+        return kept * stage * self.kv_share + self.states_per_request
 
     @property
     def states_per_request(self) -> float:
-        """Bytes on one GPU of what layers keep of a request of any length, and of each snapshot of that."""
+        """Bytes on one GPU of what layers keep of a request of any length, and of each snapshot of that. They are
+        divided by heads, of which there are more than GPUs."""
         stage = -(-self.shape.num_layers // self.layout.pp) / self.shape.num_layers
-        return self.shape.state_bytes * stage * self.kv_share
+        return self.shape.state_bytes * stage / self.layout.tp
 
     def largest_batch(self, tokens: float) -> int:
         """Requests of ``tokens`` that are held at once, beside the snapshots of states for so many."""
@@ -143,7 +145,7 @@ class ReplicaRoofline:
 
     def states(self, rows: float) -> float:
         """Seconds in which the states of ``rows`` requests are read and written, in layers that keep them."""
-        return 2.0 * rows * self.shape.state_bytes * self.kv_share / self.bandwidth
+        return 2.0 * rows * self.shape.state_bytes / self.layout.tp / self.bandwidth
 
     def prefill_attention(self, pairs: float) -> float:
         """Seconds of ``pairs`` of a prompt's token and one that it looks at, over all layers: they are computed."""

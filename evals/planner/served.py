@@ -30,7 +30,6 @@ class Served:
         found += [f"{name} {wanted}" for name, wanted, most in degrees if wanted > most]
         if 1 < layout.tp <= self.tp:
             undivided = {
-                "states of sequences": shape.state_bytes > 0,
                 "norms of all heads together": shape.family in _NORMS_ALL_HEADS,
                 f"{shape.kv_heads} key heads": max(shape.kv_heads, layout.tp) % min(shape.kv_heads, layout.tp) > 0,
             }

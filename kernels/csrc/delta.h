@@ -62,7 +62,7 @@ static void QS_NAME(delta)(const qs_gated_delta *op, const float *x, float *out,
     for (int32_t t = 0; t < tokens; t++) {
         const QS_NAME(delta_inputs) in = QS_NAME(delta_inputs_of)(op, x + t * qs_delta_width(op), head);
         const float decay = QS_NAME(decay)(op, *in.a, head), beta = QS_NAME(sigmoid)(*in.b);
-        float *y = out + ((int64_t)t * op->heads + head) * dim, queries = 0.0f, keys = 0.0f;
+        float *y = out + (int64_t)t * op->out_stride + head * dim, queries = 0.0f, keys = 0.0f;
         for (int32_t i = 0; i < key_dim; i++) {
             queries += in.q[i] * in.q[i];
             keys += in.k[i] * in.k[i];

@@ -1,30 +1,62 @@
 /* The causal convolution and the gated delta rule over vectors; behind rows.h. */
 
+/* `lanes` numbers, and zeros behind them. */
+INLINE vf load_part(const float *from, int32_t lanes)
+{
+    if (lanes == LANES)
+        return load(from);
+    float held[LANES] = {0};
+    memcpy(held, from, sizeof(float) * (size_t)lanes);
+    return load(held);
+}
+
+INLINE void store_part(float *to, vf x, int32_t lanes)
+{
+    if (lanes == LANES) {
+        store(to, x);
+        return;
+    }
+    float held[LANES];
+    store(held, x);
+    memcpy(to, held, sizeof(float) * (size_t)lanes);
+}
+
+/* `lanes` channels, of an operation of this width. */
+#define CONV_WIDTH 4
+INLINE void convolve_channels(const qs_causal_conv *op, float *x, float *state, int32_t tokens, int32_t begins,
+                              int32_t first, int32_t lanes)
+{
+    vf inputs[CONV_WIDTH], weights[CONV_WIDTH];
+    UNROLL for (int j = 0; j < CONV_WIDTH; j++)
+        weights[j] = load_part(op->weight + (int64_t)j * op->channels + first, lanes);
+    UNROLL for (int j = 0; j < CONV_WIDTH - 1; j++)
+        inputs[j] = begins ? all(0.0f) : load_part(state + (int64_t)j * op->channels + first, lanes);
+    for (int32_t t = 0; t < tokens; t++) {
+        float *at = x + (int64_t)t * op->x_stride + first;
+        inputs[CONV_WIDTH - 1] = load_part(at, lanes);
+        vf sum = inputs[0] * weights[0];
+        UNROLL for (int j = 1; j < CONV_WIDTH; j++)
+            sum = fused(inputs[j], weights[j], sum);
+        store_part(at, silu(sum), lanes);
+        UNROLL for (int j = 1; j < CONV_WIDTH; j++)
+            inputs[j - 1] = inputs[j];
+    }
+    UNROLL for (int j = 0; j < CONV_WIDTH - 1; j++)
+        store_part(state + (int64_t)j * op->channels + first, inputs[j], lanes);
+}
+
+/* The bits of a channel do not depend on its place: ranks have it at places of their own. */
 static void convolve(const qs_causal_conv *op, float *x, float *state, int32_t tokens, int32_t begins, int32_t first,
                      int32_t last)
 {
-    enum { WIDTH = 4 };
-    for (; op->width == WIDTH && first + LANES <= last; first += LANES) {
-        vf inputs[WIDTH] = {all(0.0f), all(0.0f), all(0.0f), all(0.0f)}, weights[WIDTH];
-        UNROLL for (int j = 0; j < WIDTH; j++)
-            weights[j] = load(op->weight + (int64_t)j * op->channels + first);
-        UNROLL for (int j = 0; j < WIDTH - 1; j++)
-            if (!begins)
-                inputs[j] = load(state + (int64_t)j * op->channels + first);
-        for (int32_t t = 0; t < tokens; t++) {
-            float *at = x + (int64_t)t * op->x_stride + first;
-            inputs[WIDTH - 1] = load(at);
-            vf sum = inputs[0] * weights[0];
-            UNROLL for (int j = 1; j < WIDTH; j++)
-                sum = fused(inputs[j], weights[j], sum);
-            store(at, silu(sum));
-            UNROLL for (int j = 1; j < WIDTH; j++)
-                inputs[j - 1] = inputs[j];
-        }
-        UNROLL for (int j = 0; j < WIDTH - 1; j++)
-            store(state + (int64_t)j * op->channels + first, inputs[j]);
+    if (op->width != CONV_WIDTH) {
+        QS_NAME(convolve)(op, x, state, tokens, begins, first, last);
+        return;
     }
-    QS_NAME(convolve)(op, x, state, tokens, begins, first, last);
+    for (; first + LANES <= last; first += LANES)
+        convolve_channels(op, x, state, tokens, begins, first, LANES);
+    if (first < last)
+        convolve_channels(op, x, state, tokens, begins, first, last - first);
 }
 
 /* x times scale / sqrt(|x|^2 + 1e-6) */
@@ -79,7 +111,7 @@ INLINE void delta_columns(const qs_gated_delta *op, const float *x, float *out, 
         const float *key = keys[t & 1], *next = keys[~t & 1];
         const float decay = QS_NAME(decay)(op, *in.a, head), beta = QS_NAME(sigmoid)(*in.b);
         const float own = dot(key, queries, key_dim); /* of what this token changes, its query reads so much */
-        float *y = out + ((int64_t)t * op->heads + head) * dim + first;
+        float *y = out + (int64_t)t * op->out_stride + head * dim + first;
         UNROLL for (int p = 0; p < COLUMN_PARTS; p++) {
             change[p] = (load(in.v + first + p * LANES) - known[p] * all(decay)) * all(beta);
             store(y + p * LANES, fused(change[p], all(own), asked[p] * all(decay)));
@@ -116,7 +148,7 @@ static void delta(const qs_gated_delta *op, const float *x, float *out, float *s
     for (int32_t first = 0; first < dim; first += COLUMNS)
         delta_columns(op, x, out, state, tokens, begins, head, first);
     for (int32_t t = 0; t < tokens; t++) {
-        float *y = out + ((int64_t)t * op->heads + head) * dim;
+        float *y = out + (int64_t)t * op->out_stride + head * dim;
         rmsnorm(y, op->norm, y, dim, op->eps);
         activate(QS_NAME(delta_inputs_of)(op, x + t * qs_delta_width(op), head).z, y, y, dim, QS_SILU);
     }

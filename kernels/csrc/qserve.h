@@ -311,15 +311,16 @@ typedef struct {
 } qs_causal_conv;
 
 /* For each sequence and head, token by token: the gated delta rule of ops.py. Row r of x holds q and k f32 [key_heads,
- * key_dim], v and z [heads, value_dim], b and a [heads]; out [tokens, heads, value_dim]. state f32 [slots, heads, key_dim,
- * value_dim] is kept as that of qs_causal_conv; rate and dt_bias [heads], norm [value_dim]. */
+ * key_dim], v and z [heads, value_dim], b and a [heads]; row r of out [heads, value_dim] starts at out + r * out_stride.
+ * state f32 [slots, heads, key_dim, value_dim] is kept as that of qs_causal_conv; rate and dt_bias [heads], norm
+ * [value_dim]. */
 #define QS_MAX_KEY_DIM 256
 typedef struct {
     const float *x;
     float *out;
     const float *rate, *dt_bias, *norm;
     float *state;
-    int32_t key_heads, heads, key_dim, value_dim;
+    int32_t key_heads, heads, key_dim, value_dim, out_stride;
     float eps;
 } qs_gated_delta;
 

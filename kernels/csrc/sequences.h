@@ -43,7 +43,7 @@ static void delta_piece(const struct job *job, const qs_gated_delta *op, int32_t
     for (int32_t begin = job->step->seq_start[s]; begin < job->step->seq_start[s + 1];) {
         struct stretch at = stretch_from(job->step, s, begin);
         float *state = op->state + (at.slot * op->heads + head) * size;
-        job->kernels->delta(op, op->x + at.first * qs_delta_width(op), op->out + at.first * op->heads * op->value_dim,
+        job->kernels->delta(op, op->x + at.first * qs_delta_width(op), op->out + at.first * op->out_stride,
                             state, at.tokens, at.begins, head);
         if (at.saved >= 0)
             memcpy(op->state + (at.saved * op->heads + head) * size, state, sizeof(float) * (size_t)size);

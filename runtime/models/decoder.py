@@ -182,10 +182,18 @@ class Decoder:
 
 
 def cache_layout(config: DecoderConfig, group: RankGroup) -> CacheLayout:
-    """What a rank keeps of past tokens: the key heads of its shard, in the layers of its stage."""
+    """What a rank keeps of past tokens: the key heads and the states of its shard, in the layers of its stage."""
     _, keys = group.shard.heads(config.num_attention_heads, config.num_key_value_heads)
-    own = replace(config, num_key_value_heads=len(keys))
+    delta = config.delta.part(group.shard) if config.delta is not None else None
+    own = replace(config, num_key_value_heads=len(keys), delta=delta)
     return own.cache_layout.part(group.stage.layers(config.num_hidden_layers))
+
+
+def copy_states(states: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
+    """Copy what layers keep of sequences from slot to slot, in order: ``(source, destination)``."""
+    for source, destination in copies:
+        for state in states:
+            state[destination] = state[source]
 
 
 def pages_of(place: Tensor, spec: CacheSpec, placement: Placement) -> tuple[Tensor, ...]:

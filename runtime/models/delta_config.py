@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from transformers import PretrainedConfig
 from qserve.checkpoint.errors import CheckpointError
 from qserve.checkpoint.modules import Modules
 from qserve.runtime.cache import StateSpec
+from qserve.runtime.parallel.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,18 @@ class DeltaConfig:
         """Numbers of a token that the projections give: q, k, v, z, b and a."""
         return self.convolved + self.values + 2 * self.heads
 
+    def part(self, shard: Shard) -> DeltaConfig:
+        """What a rank computes: some key heads with their value heads, or some value heads of one key head."""
+        values, keys = shard.heads(self.heads, self.key_heads)
+        return replace(self, key_heads=len(keys), heads=len(values))
+
+    def own(self, shard: Shard) -> list[tuple[int, range]]:
+        """Of q, k, v, z, b and a how many numbers there are of a token, and which of them a rank has."""
+        values, keys = shard.heads(self.heads, self.key_heads)
+        key = self.keys, range(keys.start * self.key_dim, keys.stop * self.key_dim)
+        value = self.values, range(values.start * self.value_dim, values.stop * self.value_dim)
+        return [key, key, value, value, (self.heads, values), (self.heads, values)]
+
     @property
     def state(self) -> StateSpec:
         """What a layer keeps of a sequence: the states of ``CausalConv`` and of ``GatedDelta``."""
@@ -54,17 +68,29 @@ class DeltaConfig:
             return [self.convolved + self.values, 2 * self.heads]
         return [self.convolved, self.values, self.heads, self.heads]
 
-    def orders(self, modules: Modules) -> Sequence[Tensor | None]:
-        """For each of them the order of its outputs. Where there are two, each holds what belongs to a key head side by
-        side: its q, k, v and z, or b and a."""
-        if len(modules.delta_in) != 2:
+    def orders(self, modules: Modules, shard: Shard) -> Sequence[Tensor | None]:
+        """For each of them the order of the outputs that a rank has. Where there are two, each holds what belongs to a
+        key head side by side: its q, k, v and z, or b and a."""
+        own, two = self.own(shard), len(modules.delta_in) == 2
+        if not two and shard.size == 1:
             return [None] * len(modules.delta_in)
+        parts = [own[:4], own[4:]] if two else [own[:3], own[3:4], own[4:5], own[5:]]
+        orders = [places(each) for each in parts]
+        if not two:
+            return orders
         group = self.heads // self.key_heads
-        parts = [self.key_dim, self.key_dim, group * self.value_dim, group * self.value_dim], [group, group]
-        return [
+        widths = [self.key_dim, self.key_dim, group * self.value_dim, group * self.value_dim], [group, group]
+        stored = [
             torch.cat([part.flatten() for part in torch.arange(size).view(self.key_heads, -1).split(each, 1)])
-            for size, each in zip(self.sizes(modules), parts)
+            for size, each in zip(self.sizes(modules), widths)
         ]
+        return [every[order] for every, order in zip(stored, orders)]
+
+
+def places(own: Sequence[tuple[int, range]]) -> Tensor:
+    """Where the numbers are that a rank has of several, which follow each other: how many of each, and which."""
+    begins = accumulate((size for size, _ in own), initial=0)
+    return torch.cat([torch.tensor(some) + begin for begin, (_, some) in zip(begins, own)])
 
 
 def delta_config(hf: PretrainedConfig, name: str) -> DeltaConfig:

@@ -107,6 +107,7 @@ class Buffers:
         queries, keys = group.shard.heads(config.num_attention_heads, config.num_key_value_heads)
         own_inner = len(group.shard.part(inner))
         shared_inner = config.moe.shared if config.moe else 0
+        states = config.delta.values if config.delta else 0
         rows = rows if group.stage.is_last else 0
 
         def activations(count: int, width: int) -> Tensor:
@@ -131,14 +132,14 @@ class Buffers:
             attended=shared(tokens, len(queries) * config.value_dim if group.apart else config.attended_size),
             gate_up=gate_up,
             activated=gate_up if in_place else shared(tokens, own_inner if group.apart else inner),
-            gathered=activations(tokens, max(config.attended_size, inner, shared_inner) if group.apart else 0),
+            gathered=activations(tokens, max(config.attended_size, inner, shared_inner, states) if group.apart else 0),
             last=torch.empty(rows, hidden, device=device),
             states=activations(rows, hidden),
             logits=shared(rows, config.vocab_size, torch.float32).zero_(),  # a classifier leaves them so
             greedy=torch.empty(rows, dtype=torch.int32, device=device),
             moe=MoeBuffers.allocate(config.moe, hidden, placement, tokens, group) if config.moe else None,
             latent=LatentBuffers.allocate(config.latent, len(queries), placement, tokens) if config.latent else None,
-            delta=DeltaBuffers.allocate(config.delta, placement, tokens) if config.delta else None,
+            delta=DeltaBuffers.allocate(config.delta, placement, tokens, group) if config.delta else None,
             gates=activations(tokens, len(queries) * config.head_dim if config.family.gated_heads else 0),
             rotations={kind: rotation(kind) for kind in set(config.rope_kinds)},
             q_scale=None if scale is None else scale.to(device),
@@ -389,12 +390,14 @@ class LayerBuilder:
         """The operations of a gated delta net, and those that add it to the residual stream."""
         config, modules, buffers = self._config.delta, self._config.modules, self._buffers.delta
         assert config is not None and buffers is not None
-        sizes, orders = config.sizes(modules), config.orders(modules)
+        shard, projected = self._group.shard, buffers.projected
+        sizes, orders = config.sizes(modules), config.orders(modules, shard)
+        parts = [config.own(each)[2][1] for each in shard.all]
+        out, eps = _columns(buffers.out, parts[shard.rank]), self._config.rms_norm_eps
         compute = [
-            *self._joined(layer, modules.delta_in, sizes, x, buffers.projected, orders),
-            *recurrence(config, modules, self._weights, layer, buffers, conv, state, self._config.rms_norm_eps),
+            *self._joined(layer, modules.delta_in, sizes, x, projected, orders),
+            *recurrence(config, shard, modules, self._weights, layer, projected, out, conv, state, eps),
         ]
-        parts = self._divided(buffers.out.shape[1])
         return compute, self._to_stream(layer, modules.delta_out, buffers.out, parts, None)
 
     def _mlp(self, layer: str, x: Tensor) -> tuple[list[Op], list[Op]]:

@@ -39,11 +39,11 @@ class PipelineRunner(DecoderRunner):
             self._channel.wait()
 
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
-        assert not plan.state_copies, "stages keep no states of sequences"
         if not self._channel.num_in_flight:
             self._since = time.perf_counter()
         with self.processes.explained():
-            number = self._channel.publish(self._arrays.describe(plan, {}), plan.copies, self._model)
+            steps = self._arrays.describe(plan, {})
+            number = self._channel.publish(steps, plan.copies, plan.state_copies, self._model)
         logits, greedy = self._first_rows(len(plan.rows))
         return StepOutput(plan.rows, logits, greedy, partial(self._finish, number, plan, prompt_sink))
 

@@ -71,3 +71,7 @@ class ParallelRunner(DecoderRunner):
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self._channel.copy(copies)
         super().copy_blocks(copies)
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._channel.copy_states(copies)
+        super().copy_states(copies)

@@ -11,18 +11,19 @@ from torch import Tensor
 
 from qserve.kernels import native
 from qserve.kernels.executor import Step
-from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.models.decoder import Decoder, DecoderLimits, copy_states
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.step_memory import StepMemory
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A step on its way. ``order``: its shape, and how many blocks are to be copied before it."""
+    """A step on its way. ``order``: its shape, and how many blocks and states are to be copied before it."""
 
     step: StepMemory
     order: Tensor
     copies: Tensor
+    state_copies: Tensor
 
 
 class StageChannel:
@@ -43,7 +44,11 @@ class StageChannel:
         most = 2 * (limits.num_blocks + groups * limits.max_logits)
         self._slots = [
             _Slot(
-                StepMemory(memory, limits, groups), memory.take((6,), torch.int32), memory.take((most, 2), torch.int32)
+                StepMemory(memory, limits, groups),
+                memory.take((8,), torch.int32),
+                memory.take((most, 2), torch.int32),
+                # Each request that begins may copy a state, and so may each choice of another one.
+                memory.take((2 * limits.max_logits, 2), torch.int32),
             )
             for _ in range(stage.size)
         ]
@@ -66,17 +71,22 @@ class StageChannel:
         """Return when every rank has come here: all are loaded. It is the first turn of each."""
         self._meet()
 
-    def publish(self, steps: Sequence[Step], copies: Sequence[tuple[int, int]], decoder: Decoder) -> int:
-        """Let all stages run this step, given in its form for each group of layers, after these copies of blocks.
-        Returns its number. A step that nobody waits for any more, because another one failed, is run first where it is
-        in the way."""
+    def publish(
+        self, steps: Sequence[Step], copies: Sequence[tuple[int, int]], state_copies: Sequence[tuple[int, int]],
+        decoder: Decoder,
+    ) -> int:  # fmt: skip
+        """Let all stages run this step, given in its form for each group of layers, after these copies of blocks and
+        of states of sequences. Returns its number. A step that nobody waits for any more, because another one failed,
+        is run first where it is in the way."""
         while self.num_in_flight >= self._stage.size:
             self.run(decoder)
         slot = self._slots[self._published % self._stage.size]
         assert len(copies) <= len(slot.copies), "a step copies more blocks than requests can need"
-        if copies:
-            slot.copies[: len(copies)] = torch.tensor(copies, dtype=torch.int32)
-        slot.order.numpy()[:] = *slot.step.write(steps), len(copies)
+        assert len(state_copies) <= len(slot.state_copies), "a step copies more states than requests can need"
+        for wanted, held in ((copies, slot.copies), (state_copies, slot.state_copies)):
+            if wanted:
+                held[: len(wanted)] = torch.tensor(wanted, dtype=torch.int32)
+        slot.order.numpy()[:] = *slot.step.write(steps), len(copies), len(state_copies)
         self._published += 1
         self._arrive()
         return self._published - 1
@@ -90,10 +100,11 @@ class StageChannel:
         self._done += 1
         place = number % stage.size
         slot = self._slots[place]
-        *shape, copies = slot.order.tolist()
+        *shape, copies, state_copies = slot.order.tolist()
         steps = slot.step.read(tuple(shape))
         rows = slice(0, steps[0].tokens)
         decoder.copy_blocks(slot.copies[:copies].tolist())
+        copy_states(decoder.sequence_states, slot.state_copies[:state_copies].tolist())
         x = decoder.x.numpy()
         if not stage.is_first:
             x[rows] = self._hidden[stage.rank - 1, place, rows]

@@ -10,16 +10,16 @@ from torch import Tensor
 from qserve.kernels import native
 from qserve.kernels.executor import Step
 from qserve.kernels.ranks import RankLost
-from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.models.decoder import Decoder, DecoderLimits, copy_states
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.step_memory import StepMemory
 
-_RUN, _HEAD, _COPY = 1, 2, 3
+_RUN, _HEAD, _COPY, _COPY_STATES = 1, 2, 3, 4
 
 
 class StepChannel:
-    """The first rank calls ``run``, ``head`` and ``copy``, the others ``follow``. An order is written when all have
-    done the one before. Each of the first three raises ``RankLost`` where a rank has ended."""
+    """The first rank calls ``run``, ``head``, ``copy`` and ``copy_states``, the others ``follow``. An order is written
+    when all have done the one before. Each of the first four raises ``RankLost`` where a rank has ended."""
 
     def __init__(self, memory: SharedMemory, group: RankGroup, limits: DecoderLimits, groups: int) -> None:
         """``groups``: of layers. ``limits``: of the decoders; no step has more requests than ``max_logits``."""
@@ -45,11 +45,18 @@ class StepChannel:
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Let the others copy blocks of their cache: ``(source, destination)``, in order."""
+        self._send(_COPY, copies)
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Let the others copy states of sequences: ``(source, destination)``, in order."""
+        self._send(_COPY_STATES, copies)
+
+    def _send(self, order: int, copies: Sequence[tuple[int, int]]) -> None:
         for first in range(0, len(copies), len(self._copies)):
             some = copies[first : first + len(self._copies)]
             self._meet()
             self._copies[: len(some)] = torch.tensor(some, dtype=torch.int32)
-            self._publish(_COPY, len(some))
+            self._publish(order, len(some))
 
     def wait(self) -> None:
         """Return when every rank has come here: all are loaded."""
@@ -68,13 +75,15 @@ class StepChannel:
             self._meet()  # this one is written
             order, *shape = self._order.tolist()
             if order == _RUN:
-                steps = self._step.read(tuple(shape[:5]))
+                steps = self._step.read(tuple(shape[:6]))
                 self._group.share(decoder.greedy)
                 decoder.run(*steps)
             elif order == _HEAD:
                 decoder.head(steps[0], steps[0].logit_rows if shape[0] < 0 else self._rows[: shape[0]])
-            else:
+            elif order == _COPY:
                 decoder.copy_blocks(self._copies[: shape[0]].tolist())
+            else:
+                copy_states(decoder.sequence_states, self._copies[: shape[0]].tolist())
 
     def _publish(self, *order: int) -> None:
         self._order[: len(order)] = order

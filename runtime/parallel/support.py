@@ -25,7 +25,6 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
         "LoRA adapters": config.enable_lora,
         "--kv-offload-memory, --kv-offload-dir and --kv-transfer": bool(config.offload_memory),
         "a model that is changed as it is read": type(source) not in (HFDirectory, GGUFFile),
-        f"the states that {model.model_type} keeps of sequences": model.delta is not None,
         f"norms of all heads together, as {model.model_type} has them,": shards and model.family.qk_norm == "all",
         "--autotune": config.autotune,
     }
@@ -37,12 +36,17 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
     counts = {"attention heads": model.num_attention_heads} if shards else {"layers": model.num_hidden_layers}
     if shards and model.moe is not None:
         counts["experts"] = model.moe.count
+    if shards and model.delta is not None:
+        counts["linear value heads"] = model.delta.heads
     for what, count in counts.items():
         if count < size:
             raise UsageError(f"{asked}: {source.name} has {count} {what}, and each rank needs one of its own")
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if on_gpus and (heads % size or (kv_heads % size and size % kv_heads)):
-        raise UsageError(f"{asked}: {heads} attention heads and {kv_heads} key heads do not divide evenly among GPUs")
+    divided = [("attention heads", model.num_attention_heads, "key heads", model.num_key_value_heads)]
+    if model.delta is not None:
+        divided.append(("linear value heads", model.delta.heads, "linear key heads", model.delta.key_heads))
+    for name, heads, keys, kv_heads in divided:
+        if on_gpus and (heads % size or (kv_heads % size and size % kv_heads)):
+            raise UsageError(f"{asked}: {heads} {name} and {kv_heads} {keys} do not divide evenly among GPUs")
     if config.cpu_list is not None and len(config.cpu_list) % size:
         raise UsageError(f"{asked}: --cpu-list names {len(config.cpu_list)} CPUs, which must be as many for each rank")
 
@@ -82,6 +86,8 @@ def exchange_of(executor: Executor, source: ModelSource, model: DecoderConfig, c
         modules.out: [shard.heads(heads, kv_heads)[0].stop * model.value_dim for shard in shards],
         modules.down: [shard.part(model.intermediate_size).stop for shard in shards],
     }
+    if model.delta is not None:
+        ends[modules.delta_out] = [model.delta.own(shard)[2][1].stop for shard in shards]
     if model.moe is not None:
         ends[modules.shared_down] = [shard.part(model.moe.shared).stop for shard in shards]
     for module in source.linears():

@@ -334,10 +334,8 @@ def test_the_plan_counts_states(hybrid: Path) -> None:
     [
         ({"speculative_config": SpeculativeConfig(method="ngram")}, "speculative decoding"),
         ({"kv_offload_memory": 1 << 20}, "kv-offload-memory"),
-        ({"tensor_parallel_size": 2}, "keeps of sequences"),
-        ({"pipeline_parallel_size": 2}, "keeps of sequences"),
     ],
-    ids=["drafts", "offload", "shards", "stages"],
+    ids=["drafts", "offload"],
 )
 def test_what_goes_back_is_refused(hybrid: Path, config: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):

@@ -182,7 +182,6 @@ def test_what_is_divided_among_gpus_is_not_marked(model: str) -> None:
     ("changes", "lacks"),
     [
         ({"family": "olmo2"}, "TP of norms of all heads together"),
-        ({"state_bytes": 1}, "TP of states of sequences"),
         ({"kv_heads": 6}, "TP of 6 key heads"),
     ],
 )

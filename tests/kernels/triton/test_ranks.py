@@ -109,8 +109,8 @@ def test_what_ranks_exchange_is_what_the_reference_does(
 def logits(group: RankGroup, path: Path, kernels: str, head: bool = False) -> torch.Tensor:
     source = HFDirectory(path)
     decoder = Decoder(
-        source, decoder_config(source.config, "small"), registry.make(kernels), LIMITS, kv_dtype=torch.float32,
-        int8_head=head, group=group,
+        source, decoder_config(source.config, "small"), registry.make(kernels), replace(LIMITS, num_states=1),
+        kv_dtype=torch.float32, int8_head=head, group=group,
     )  # fmt: skip
     assert not decoder.fallbacks
     return run_chunks(decoder, TOKENS, CHUNKS)
@@ -119,6 +119,10 @@ def logits(group: RankGroup, path: Path, kernels: str, head: bool = False) -> to
 ONE = {"num_hidden_layers": 1}
 GEMMA2 = {**test_decoder.CASES["gemma2"][1], "num_hidden_layers": 2}
 GPT = {**test_layer_norm_families.GPT, "n_layer": 1}
+STATES = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 32,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "uneven shards": ("llama", {**ONE, "hidden_size": 80, "vocab_size": 203, "intermediate_size": 101}),
     "a tied head": ("qwen3", {**test_decoder.CASES["qwen3-tied"][1], **ONE}),
@@ -129,6 +133,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("mixtral", {**ONE, "num_local_experts": 5}),
     "experts with biases": ("gpt_oss", {**test_moe.CASES["gpt_oss"][1], **ONE, "num_key_value_heads": 2}),
     "an expert for every token": ("qwen2_moe", {**test_moe.CASES["qwen2_moe"][1], **ONE}),
+    "states of sequences": ("qwen3_5_text", STATES),
+    "states of one key head": ("qwen3_next", {**STATES, "linear_num_key_heads": 1, "mlp_only_layers": [0, 1]}),
     "latent attention": ("minicpm3", {**test_latent.WIDTHS, **test_latent.CASES["minicpm3"][1], **ONE}),
 }
 
@@ -238,6 +244,29 @@ def test_which_exchange_is_chosen(kernels: str, spec: QuantSpec | None, exchange
     config, executor = decoder_config(source.config, "small"), registry.make(kernels)
     for size, chosen in ((1, "memory"), (2, exchange)):
         assert support.exchange_of(executor, asked, config, EngineConfig(tensor_parallel_size=size)) == chosen  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("group", "exchange"), [(16, "all-reduce"), (32, "all-gather")])
+def test_states_are_cut_at_whole_groups_of_inputs(group: int, exchange: Exchange, tmp_path: Path) -> None:
+    """Two of four heads of 24 values: 48 inputs of the linear behind them."""
+    save_random("qwen3_5_text", {**STATES, "hidden_size": 128, "intermediate_size": 128}, tmp_path)
+    source = HFDirectory(tmp_path)
+    config, executor = decoder_config(source.config, "small"), registry.make("triton")
+    asked = SimpleNamespace(
+        spec=QuantSpec("rtn", WeightScheme(4, group)), linears=lambda: ["model.layers.0.linear_attn.out_proj"]
+    )
+    assert support.exchange_of(executor, asked, config, EngineConfig(tensor_parallel_size=2)) == exchange  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks, says", [(3, "4 attention heads"), (4, None), (8, "4 attention heads")])
+def test_what_does_not_divide_evenly_among_gpus_is_refused(ranks: int, says: str | None, tmp_path: Path) -> None:
+    changes = {"linear_num_value_heads": 6, "num_key_value_heads": 4, "num_attention_heads": 4}
+    save_random("qwen3_5_text", {**STATES, **changes}, tmp_path)
+    source = HFDirectory(tmp_path)
+    config, executor = decoder_config(source.config, "small"), registry.make("triton")
+    said = says or "6 linear value heads and 2 linear key heads do not divide evenly among GPUs"
+    with pytest.raises(UsageError, match=said):
+        support.require_served(source, config, EngineConfig(tensor_parallel_size=ranks), executor)
 
 
 CONFIG: dict[str, Any] = {

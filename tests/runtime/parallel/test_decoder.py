@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.shard import Shard
 from tests.kernels.quantized_weights import make_weight
+from tests.runtime import test_delta_net
 from tests.runtime.models import test_decoder, test_latent, test_layer_norm_families, test_moe
 from tests.runtime.models.test_decoder import LIMITS, SMALL, run_chunks, save_random
 
@@ -42,7 +44,8 @@ def logits(
         group = RankGroup(Shard(number, size), SharedMemory(memory.fd) if size > 1 else None)
         try:
             decoder = Decoder(
-                source, decoder_config(source.config, "small"), registry.make(kernels, threads=threads), LIMITS,
+                source, decoder_config(source.config, "small"), registry.make(kernels, threads=threads),
+                replace(LIMITS, num_states=1),
                 kv_dtype=kv_dtype, int8_head=head, group=group,
             )  # fmt: skip
             return run_chunks(decoder, TOKENS, CHUNKS)
@@ -124,6 +127,22 @@ def test_latent_attention_in_blocks_of_fp8(tmp_path: Path) -> None:
     want = logits(tmp_path / "fp8", 1)
     for size in (2, 3):
         assert torch.equal(logits(tmp_path / "fp8", size), want), f"{size} ranks"
+
+
+@pytest.mark.parametrize("case", test_delta_net.CASES)
+def test_gated_delta_nets(case: str, tiny_model: Path, tmp_path: Path) -> None:
+    """A rank has the states of its heads: of whole key heads, or some of one that others have, too."""
+    changes = test_delta_net.CASES[case][1]
+    # So that every rank has whole tiles of the shared expert.
+    more = {"shared_expert_intermediate_size": 64} if "shared_expert_intermediate_size" in changes else {}
+    test_delta_net.save_hybrid(tiny_model, tmp_path, case, **more)
+    want = logits(tmp_path, 1)
+    for size in range(2, min(4, changes.get("linear_num_value_heads", 6)) + 1):
+        assert torch.equal(logits(tmp_path, size), want), f"{size} ranks"
+    assert torch.equal(logits(tmp_path, 2, threads=2), want)
+    test_moe.quantize(tmp_path, WeightScheme(4, 8), "gptq")
+    want = logits(tmp_path / "quantized", 1)
+    assert torch.equal(logits(tmp_path / "quantized", 2), want)
 
 
 @pytest.mark.parametrize(("scheme", "form"), [

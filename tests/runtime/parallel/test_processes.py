@@ -24,6 +24,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.speculative_config import SpeculativeConfig
+from tests.runtime.test_delta_net import save_hybrid
 from tests.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -70,6 +71,24 @@ def test_answers_are_those_of_one_rank(tiny_packed: Path, parallel: Engine) -> N
     one = Engine(str(tiny_packed), EngineConfig(**CONFIG))  # type: ignore[arg-type]
     assert answers(parallel) == answers(one)
     assert any("2 ranks" in note for note in parallel.notes)
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_a_hybrid_keeps_its_states_on_every_rank(tiny_model: Path, tmp_path: Path, option: str) -> None:
+    """Choices, beams and prompts that begin alike go on from copies of states; so does what was preempted."""
+    save_hybrid(tiny_model, tmp_path, "qwen3_5")
+    config = {**CONFIG, "max_num_seqs": 6, "kv_cache_memory": 160 << 10}
+    one = Engine(str(tmp_path), EngineConfig(**config))  # type: ignore[arg-type]
+    several = Engine(str(tmp_path), EngineConfig(**config, **{option: 2}))  # type: ignore[arg-type]
+    try:
+        assert answers(several) == answers(one)
+        long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+        prompts: list[str | list[int]] = [[7 + number] * 90 for number in range(6)]
+        found = [[each.token_ids for each in engine.generate(prompts, [long] * 6)] for engine in (one, several)]
+        assert found[0] == found[1] and several.stats().num_preemptions > 0
+        assert several.stats().prefix_hits == one.stats().prefix_hits > 0
+    finally:
+        several.close()
 
 
 def test_a_rank_that_dies_ends_the_engine_with_one_line(parallel: Engine) -> None:

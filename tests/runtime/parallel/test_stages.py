@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.stage import Stage, divide
 from qserve.runtime.parallel.stage_channel import StageChannel
+from tests.runtime import test_delta_net
 from tests.runtime.models import test_decoder, test_latent, test_layer_norm_families, test_moe
 from tests.runtime.models.test_decoder import LIMITS, run_chunks, save_random
 from tests.runtime.parallel.test_decoder import CHUNKS, TOKENS, logits, save_quantized
@@ -33,10 +35,10 @@ class _Piped:
     def __init__(self, decoder: Decoder, channel: StageChannel) -> None:
         self._decoder, self._channel = decoder, channel
         self.logits, self.layout, self.head = decoder.logits, decoder.layout, decoder.head
-        self.kv, self.sequence_states = decoder.kv, decoder.sequence_states
+        self.kv, self.sequence_states = decoder.kv, decoder.config.delta  # whether there are any, in any stage
 
     def run(self, *steps: Step) -> None:
-        self._channel.publish(steps, (), self._decoder)
+        self._channel.publish(steps, (), (), self._decoder)
         self._channel.run(self._decoder)
 
 
@@ -51,8 +53,9 @@ def piped_logits(path: Path, ends: list[int], *, head: bool = False) -> torch.Te
         group = RankGroup(None, shared, stage)
         try:
             config = decoder_config(source.config, "small")
-            decoder = Decoder(source, config, registry.make("native", threads=1), LIMITS, int8_head=head, group=group)
-            channel = StageChannel(shared, group, LIMITS, len(decoder.layout.groups), config.hidden_size)
+            limits = replace(LIMITS, num_states=1)
+            decoder = Decoder(source, config, registry.make("native", threads=1), limits, int8_head=head, group=group)
+            channel = StageChannel(shared, group, limits, len(decoder.layout.groups), config.hidden_size)
             channel.wait()
             if stage.is_last:
                 found = run_chunks(_Piped(decoder, channel), TOKENS, CHUNKS)  # type: ignore[arg-type]
@@ -109,6 +112,13 @@ def test_experts(tmp_path: Path) -> None:
     test_moe.make("qwen3_moe-some-layers").save_pretrained(tmp_path)
     layers = HFDirectory(tmp_path).config["num_hidden_layers"]
     assert torch.equal(piped_logits(tmp_path, [layers - 1, layers]), logits(tmp_path, 1))
+
+
+@pytest.mark.parametrize("ends", [[1, 4], [3, 4], [1, 2, 4]])
+def test_gated_delta_nets(ends: list[int], tiny_model: Path, tmp_path: Path) -> None:
+    """Stages that keep states alone, keys and values alone, or both."""
+    test_delta_net.save_hybrid(tiny_model, tmp_path, "qwen3_5")
+    assert torch.equal(piped_logits(tmp_path, ends), logits(tmp_path, 1))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 4))
