@@ -1,7 +1,8 @@
 """Measured configurations: a JSON file for each GPU and version of Triton, and which one is in use.
 
-Those in ``data`` are shipped; ``qserve bench kernels --device cuda --tune`` makes them. Products that no file names
-have the default of their kernel. If a file cannot be used, all have it: that is a line to show, never an error.
+Those in ``data`` are shipped; ``qserve bench kernels --device cuda --tune`` makes them. A GPU for which there is none
+goes by that of another with the same architecture and as many multiprocessors. Products that no file names have the
+default of their kernel. If a file cannot be used, all have it: that is a line to show, never an error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from qserve.kernels.triton.tuning.configs import BUCKETS, FOR_MANY, Config, buck
 
 DATA = Path(__file__).parent / "data"
 _MOST = "more"  # the name of the last bucket in a file
-_TEXTS = ("gpu", "triton", "torch", "kernels", "command", "date")
+_TEXTS = ("gpu", "architecture", "triton", "torch", "kernels", "command", "date")
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,13 @@ Entries = dict[str, dict[int, Measured]]
 
 @dataclass(frozen=True)
 class TunedFile:
-    """``kernels``: the hash of their source. ``command`` made the file; ``date`` is the day, in UTC. ``left_out``:
-    kernels for many rows (``FOR_MANY``) that are never used on this GPU; written by hand, as a way back."""
+    """``architecture`` and ``sms``: as ``Target`` has them. ``kernels``: the hash of their source. ``command`` made the
+    file; ``date`` is the day, in UTC. ``left_out``: kernels for many rows (``FOR_MANY``) that are never used on this
+    GPU; written by hand, as a way back."""
 
     gpu: str
+    architecture: str
+    sms: int
     triton: str
     torch: str
     kernels: str
@@ -77,7 +81,8 @@ class TunedFile:
 def begin(target: Target, command: str) -> TunedFile:
     """An empty file for what is measured now."""
     today = datetime.now(UTC).date().isoformat()
-    return TunedFile(target.name, triton.__version__, torch.__version__, kernels_hash(), command, today)
+    gpu = target.name, target.architecture, target.sms
+    return TunedFile(*gpu, triton.__version__, torch.__version__, kernels_hash(), command, today)
 
 
 def resume(path: Path, target: Target, command: str) -> TunedFile:
@@ -165,10 +170,13 @@ def _parse(content: dict[str, Any]) -> TunedFile:
             if bucket not in BUCKETS:
                 raise ValueError(f"{key}: {rows!r} is no bucket of rows")
             entries[key][bucket] = _measured(f"{key}, {rows} rows", _mapping(key, each))
+    if type(content["sms"]) is not int:
+        raise ValueError("sms must be a number")
     left_out = content["left_out"]
     if not isinstance(left_out, list) or not all(name in FOR_MANY for name in left_out):
         raise ValueError(f"left_out must be a list of some of {', '.join(FOR_MANY)}")
-    return TunedFile(**{name: content[name] for name in _TEXTS}, entries=entries, left_out=left_out)
+    texts = {name: content[name] for name in _TEXTS}
+    return TunedFile(**texts, sms=content["sms"], entries=entries, left_out=left_out)
 
 
 def _measured(where: str, content: dict[str, Any]) -> Measured:
@@ -204,11 +212,12 @@ def _require_names(where: str, content: dict[str, Any], of: type) -> None:
 @dataclass(frozen=True)
 class InUse:
     """The configurations that a GPU's products use. ``reason``: why no file is used, or empty; ``refused``: entries of
-    the file that cannot be used here, with the reason."""
+    the file that cannot be used here, with the reason. ``is_borrowed``: it is of another GPU, or another Triton."""
 
     path: Path
     reason: str
     file: TunedFile | None = None
+    is_borrowed: bool = False
     refused: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def find(self, key: str, rows: int) -> Config | None:
@@ -223,7 +232,9 @@ class InUse:
         if self.file is None:
             return [f"defaults: {self.reason}"]
         other = "" if self.file.kernels == kernels_hash() else ", of an earlier version of the kernels"
-        first = f"{self.file.count} measured on {self.file.date} ({self.path.name}{other}); defaults for the others"
+        where = f", on {self.file.gpu} with Triton {self.file.triton}" if self.is_borrowed else ""
+        name = f"{self.path.name}{other}"
+        first = f"{self.file.count} measured on {self.file.date}{where} ({name}); defaults for the others"
         return [first, *(f"not used: {key}, {_up_to(rows)}: {why}" for (key, rows), why in self.refused.items())]
 
 
@@ -233,14 +244,27 @@ def _up_to(bucket: int) -> str:
 
 @lru_cache
 def in_use(target: Target) -> InUse:
-    """The configurations shipped for a GPU, or the defaults and the reason."""
+    """The configurations shipped for a GPU, or for one like it, or the defaults and the reason."""
     path = file_of(target, DATA)
     if not path.exists():
-        return InUse(path, f"nothing was measured on {target.name} with Triton {_minor(triton.__version__)}")
+        alike = {other: file for other in DATA.glob("*.json") if (file := _alike(other, target)) is not None}
+        if not alike:
+            return InUse(path, f"nothing was measured on {target.name} with Triton {_minor(triton.__version__)}")
+        best = max(alike, key=lambda other: (alike[other].gpu == target.name, alike[other].date, other.name))
+        return InUse(best, "", alike[best], is_borrowed=True)
     try:
         return InUse(path, "", read(path, target))
     except CheckpointError as error:
         return InUse(path, str(error))
+
+
+def _alike(path: Path, target: Target) -> TunedFile | None:
+    """A file of a GPU that is divided as ``target`` is: an H100 and an H200 differ in their memory alone."""
+    try:
+        made = _parse(read_json_object(path))
+    except (CheckpointError, TypeError, ValueError):
+        return None
+    return made if (made.architecture, made.sms) == (target.architecture, target.sms) else None
 
 
 def left_out(target: Target) -> frozenset[str]:

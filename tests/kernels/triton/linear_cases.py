@@ -28,8 +28,6 @@ from tests.kernels.triton.aot import Case
 
 PLAIN = {"tiles": None, "order": None, **NOT_GROUPED}
 ARCHITECTURES = tuple(map(described, ("sm_80", "sm_89", "sm_90", "sm_100")))
-GPUS = {"A100": "sm_80", "L4": "sm_89", "L40S": "sm_89", "H100": "sm_90", "H200": "sm_90", "B200": "sm_100"}
-"""Architectures, by a word of the name that the driver gives."""
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp8": "fp8e4nv", "int8": "i8"}
 FEW, MANY = 1, 1024
 """Rows of a decode and of a prefill."""
@@ -276,7 +274,7 @@ def tuned_cases(folder: Path = DATA) -> dict[str, Case]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
-        gpu = described(next(each for name, each in GPUS.items() if name in content["gpu"].split()))
+        gpu = described(content["architecture"])
         for key, measured in content["entries"].items():
             kernel, measured_in, *words = key.split()
             named = dict(word.split("=") for word in words if "=" in word)

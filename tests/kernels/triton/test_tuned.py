@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import triton
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.quantized_weight import QuantizedWeight
@@ -147,6 +148,37 @@ def test_what_was_measured_in_bfloat16_is_used_for_float16(data: Path) -> None:
     assert product().configs[16] == replace(GOOD, splits=1), "its own come first"
 
 
+def test_a_gpu_that_is_divided_alike_lends_its_file(data: Path) -> None:
+    """The same GPU with another Triton comes first, then the newest; never one of another kind or size."""
+    usual = product()
+
+    def lend(name: str, date: str, splits: int, **changes: Any) -> None:
+        file = tuned.begin(replace(DEFAULT, name=name, **changes), "a test")
+        file.entries[usual.key] = {16: tuned.Measured(replace(GOOD, splits=splits), 1.0, 2.0)}
+        replace(file, date=date).write(data / f"{name}.json")
+        tuned.in_use.cache_clear()
+
+    lend("smaller", "2030-01-01", 1, sms=78)
+    lend("older", "2030-01-01", 1, architecture="sm_80")
+    (data / "broken.json").write_text("{")
+    assert product().configs == usual.configs and "nothing was measured" in tuned.in_use(DEFAULT).lines()[0]
+    lend("GPU A", "2026-01-01", 2)
+    assert product().configs[16] == GOOD
+    lend("GPU B", "2026-01-02", 1)
+    assert product().configs[16].splits == 1
+    (line,) = tuned.in_use(DEFAULT).lines()
+    assert line.startswith(f"1 measured on 2026-01-02, on GPU B with Triton {triton.__version__} (GPU B.json)")
+    lend(DEFAULT.name, "2025-01-01", 2)
+    assert product().configs[16] == GOOD and tuned.resume(data / "GPU A.json", DEFAULT, "again").entries == {}
+    ship(data, usual.key, replace(GOOD, stages=2))
+    assert product().configs[16].stages == 2 and "with Triton" not in tuned.in_use(DEFAULT).lines()[0], "its own"
+
+
+def test_the_file_of_an_h200_serves_an_h100() -> None:
+    found = tuned.in_use(replace(DEFAULT, name="NVIDIA H100 80GB HBM3"))
+    assert found.is_borrowed and found.file is not None and found.file.gpu == "NVIDIA H200"
+
+
 def test_what_does_not_fit_the_weight_is_named(data: Path) -> None:
     usual = product()
     ship(data, usual.key, replace(GOOD, block_n=256))
@@ -162,7 +194,8 @@ ENTRY = {"config": asdict(GOOD), "microseconds": 1.0, "before_microseconds": 2}
     [
         ('{"gpu"', "not valid JSON"), ("[]", "JSON object"),
         ({"gpu": "NVIDIA H200"}, "measured on NVIDIA H200"), ({"triton": "2.0.0"}, "Triton 2.0.0"),
-        ({"speed": 9}, "unknown field 'speed'"), ({"date": 3}, "date must be a text"),
+        ({"sms": "132"}, "sms must be a number"), ({"date": 3}, "date must be a text"),
+        ({"speed": 9}, "unknown field 'speed'"),
         ({"entries": []}, "entries must be an object"), ({"entries": {"a": {"17": ENTRY}}}, "no bucket"),
         ({"entries": {"a": {"16": ENTRY | {"loops": 1}}}}, "unknown field 'loops'"),
         ({"entries": {"a": {"16": {"config": ENTRY["config"]}}}}, "lacks 'before_microseconds'"),
