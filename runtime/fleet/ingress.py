@@ -35,8 +35,8 @@ from qserve.runtime.server.kv_order import KV_HEADER, KvOrder
 from qserve.runtime.server.limits.keys import CALLER, ApiKey, KeyRing, caller_header
 from qserve.runtime.server.limits.quota import QuotaError, Quotas
 from qserve.runtime.server.limits.shared_pool import SharedPool
+from qserve.runtime.server.limits.usage import usage_page
 from qserve.runtime.server.routes.batches import batch_app
-from qserve.runtime.server.routes.usage import usage_page
 from qserve.runtime.server.telemetry.request_record import CACHED_TOKENS, PROMPT_TOKENS, RequestRecord
 
 MAX_LOST = 2  # replicas that may end with a request: one that kills its server must not go round
