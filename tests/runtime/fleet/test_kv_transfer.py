@@ -75,7 +75,8 @@ def ask(url: str, prompt: Sequence[int], key: str | None = None) -> dict[str, An
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         content: dict[str, Any] = json.load(answer)
-        return {"choices": content["choices"], "cached": int(answer.headers["X-Cached-Tokens"])}
+        cached = int(answer.headers["X-Cached-Tokens"])
+        return {"choices": content["choices"], "cached": cached, "tokens": content["usage"]["total_tokens"]}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp8"])
@@ -143,6 +144,9 @@ def test_a_replica_that_only_computes_prompts(tiny_model: Path, tmp_path: Path) 
         assert pair.received(prefiller) == 0 and sum(map(pair.received, range(3))) == 4 * 18
         stats = [each.service.engine.stats for each in pair.servers]
         assert stats[prefiller].prefix_queries >= 4 * 300, "it computed every prompt"
+        used = [sum(each.service.accounting.quotas.used.values()) for each in pair.servers]
+        assert used[prefiller] == 0 and sum(used) >= 4 * 301, "a prompt is paid for once, where it is answered"
+        assert sum(used) == sum(each["tokens"] for each in answers)
         pair.router.fleet.prefill = {}
         alone = Engine(str(tiny_model), EngineConfig(max_model_len=512, kv_cache_memory=16 << 20, threads=1))
         with ServerHandle(alone) as server:
