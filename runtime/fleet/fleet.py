@@ -22,6 +22,7 @@ from qserve.runtime.fleet.prompts import BLOCK_TOKENS
 from qserve.runtime.fleet.upstream import Lost, Unreachable, Upstream
 from qserve.runtime.router import CAPACITY, WORTH_FETCHING, Placement, Prompt, Router
 from qserve.runtime.server.kv_order import KvOrder, ticket
+from qserve.runtime.server.limits.usage import Usage
 from qserve.runtime.server.telemetry.logs import event
 
 logger = logging.getLogger(__name__)
@@ -113,8 +114,7 @@ class Fleet:
         self.prefill: dict[str, int] = {}  # of a model, how many replicas only compute prompts, for the others
         self.held: Counter[str | None] = Counter()  # requests that wait for a replica to be loaded, by their model
         self.begun: Counter[str] = Counter()  # requests whose answers have begun, by their model
-        self.used: Counter[str] = Counter()  # tokens that replicas computed since ``since``, by their caller
-        self.since = time.time()
+        self.used = Usage()  # what replicas computed
         self.charge: Callable[[str, int], None] = lambda caller, tokens: None  # is told of them, too
         self._interval = interval
         self._promised: dict[str, dict[str, Any]] = {}
@@ -351,8 +351,10 @@ class Fleet:
         before = used if replica.used is None else replica.used if since == replica.since else {}
         replica.used, replica.since = used, since
         for caller, tokens in used.items():
-            if more := tokens - before.get(caller, 0):
-                self.used[caller] += more
+            known = before.get(caller, 0)
+            more = tokens - known if tokens >= known else tokens  # less: it had forgotten the caller
+            if more:
+                self.used.add(caller, more)
                 self.charge(caller, more)
 
     async def _follow(self, replica: Replica) -> None:

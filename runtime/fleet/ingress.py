@@ -35,7 +35,6 @@ from qserve.runtime.server.kv_order import KV_HEADER, KvOrder
 from qserve.runtime.server.limits.keys import CALLER, ApiKey, KeyRing, caller_header
 from qserve.runtime.server.limits.quota import QuotaError, Quotas
 from qserve.runtime.server.limits.shared_pool import SharedPool
-from qserve.runtime.server.limits.usage import usage_page
 from qserve.runtime.server.routes.batches import batch_app
 from qserve.runtime.server.telemetry.request_record import CACHED_TOKENS, PROMPT_TOKENS, RequestRecord
 
@@ -128,7 +127,7 @@ class Ingress:
             return JSONResponse(self._replicas())
         if path == "/v1/usage":
             require_admin(request)
-            return JSONResponse(usage_page(fleet.used, fleet.since))
+            return JSONResponse(fleet.used.page())
         if path == "/v1/models":
             return JSONResponse({"object": "list", "data": list(self._models().values())})
         if path.startswith("/v1/models/"):

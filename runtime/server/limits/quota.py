@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from qserve.runtime.server.limits.keys import ApiKey
+from qserve.runtime.server.limits.usage import Usage
 
 
 class QuotaError(Exception):
@@ -34,11 +35,11 @@ class _Bucket:
 class Quotas:
     """The counts of all keys, by name. A key without limits is counted too: a reload may give it some.
 
-    ``used``: tokens of prompts and outputs, as ``max_tokens_per_minute`` counts them, since the start.
+    ``used``: all that ``max_tokens_per_minute`` counts, since the start.
     """
 
     def __init__(self) -> None:
-        self.used: Counter[str] = Counter()
+        self.used = Usage()
         self._active: Counter[str] = Counter()
         self._buckets: dict[str, _Bucket] = {}
 
@@ -68,7 +69,7 @@ class Quotas:
             del self._active[key.name]
 
     def spend(self, key: ApiKey, tokens: int, now: float) -> None:
-        self.used[key.name] += tokens
+        self.used.add(key.name, tokens)
         if key.max_tokens_per_minute is not None:
             bucket = self._buckets.setdefault(key.name, _Bucket(0.0, now))
             bucket.spent, bucket.time = bucket.at(now, key.max_tokens_per_minute) + tokens, now

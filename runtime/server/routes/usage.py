@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from qserve.runtime.server.http.authentication import require_admin
-from qserve.runtime.server.limits.usage import usage_page
 from qserve.runtime.server.service import Service
 
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter()
-    since = time.time()
 
     @routes.get("/v1/usage")
     async def usage(request: Request) -> Response:
         require_admin(request)
-        return JSONResponse(usage_page(service.accounting.quotas.used, since))
+        return JSONResponse(service.accounting.quotas.used.page())
 
     return routes

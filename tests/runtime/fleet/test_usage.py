@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from qserve.runtime.engine import Engine
 from qserve.runtime.fleet.fleet import Fleet
 from qserve.runtime.server.config import ServerConfig
+from qserve.runtime.server.limits import usage
 from qserve.runtime.server.limits.keys import add_key
 from qserve.runtime.server.serve import ServerHandle
 from tests.runtime.server.waiting import wait_until
@@ -70,7 +71,7 @@ def test_a_limit_of_tokens_holds_over_all_replicas(
     answers: list[Any] = []
 
     def all_are_counted() -> bool:
-        return router.fleet.used["bob"] == sum(each[2]["usage"]["total_tokens"] for each in answers)
+        return router.fleet.used.tokens.get("bob", 0) == sum(each[2]["usage"]["total_tokens"] for each in answers)
 
     while (answer := ask(router, keys["bob"], len(answers)))[0] == 200:
         answers.append(answer)
@@ -89,7 +90,7 @@ def test_what_a_client_left_is_counted(router: RouterHandle, keys: dict[str, str
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {keys['alice']}"}
     with urllib.request.urlopen(urllib.request.Request(f"{router.url}/v1/completions", body, headers)) as stream:
         assert stream.readline().startswith(b"data: ")
-    wait_until(lambda: router.fleet.used["alice"] > 0)
+    wait_until(lambda: router.fleet.used.tokens.get("alice", 0) > 0)
 
 
 def test_several_choices_and_embeddings_count_as_on_one_server(
@@ -97,9 +98,9 @@ def test_several_choices_and_embeddings_count_as_on_one_server(
 ) -> None:
     assert ask(router, keys["alice"], n=3)[0] == 200
     assert call(f"{router.url}/v1/embeddings", {"input": "x y z"}, Authorization=f"Bearer {keys['alice']}")[0] == 200
-    here = [server.service.accounting.quotas.used["alice"] for server in servers]
+    here = [server.service.accounting.quotas.used.tokens.get("alice", 0) for server in servers]
     assert all(here)
-    wait_until(lambda: router.fleet.used["alice"] == sum(here))
+    wait_until(lambda: router.fleet.used.tokens.get("alice", 0) == sum(here))
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 50)), max_size=4), min_size=1, max_size=6))
@@ -117,4 +118,20 @@ def test_whatever_restarts_in_between_nothing_counts_twice(steps: Sequence[Seque
         fleet.count(replica, dict(totals), since)
         if number % 2:
             totals, since = Counter(), since + 1.0
-    assert +fleet.used == +seen == +expected
+    assert fleet.used.tokens == +seen == +expected
+
+
+def test_whatever_names_come_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that forgot a caller counts it from nothing again, and nobody gets tokens back for that."""
+    monkeypatch.setattr(usage, "MOST", 3)
+    fleet, told = Fleet(["http://127.0.0.1:1"], "prefix-aware", None, 1.0), list[tuple[str, int]]()
+    fleet.charge = lambda caller, tokens: told.append((caller, tokens))
+    (replica,) = fleet.replicas.values()
+    kept = usage.Usage(since=1.0)
+    fleet.count(replica, {}, kept.since)
+    for caller, tokens in (("a", 9), ("b", 1), ("a", 1), ("c", 1), ("d", 1)):
+        kept.add(caller, tokens)
+    assert kept.tokens == {"a": 10, "c": 1, "d": 1}
+    fleet.count(replica, dict(kept.tokens), kept.since)
+    fleet.count(replica, {"a": 2, "e": 5}, kept.since)
+    assert told == [("a", 10), ("c", 1), ("d", 1), ("a", 2), ("e", 5)] and len(fleet.used.tokens) == 3
