@@ -5,7 +5,7 @@ A slot is filled and emptied between two steps, and the operation that reads it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,6 +82,11 @@ class LoraSlots:
         self.held: list[Matrices] = [(None,) * len(self.parts)] * count
         self.table = torch.zeros(count, len(self.parts) * _ENTRY.itemsize, dtype=torch.uint8)
         self._entries = self.table.numpy().view(_ENTRY)
+        self._followers: list[Callable[[int, Matrices], None]] = []
+
+    def follow(self, put: Callable[[int, Matrices], None]) -> None:
+        """From now on ``put`` gets each slot that is filled or emptied, and its matrices."""
+        self._followers.append(put)
 
     def put(self, slot: int, matrices: Sequence[LoraTiles | None]) -> None:
         """Fill a slot; ``matrices``: one for each part."""
@@ -91,6 +96,8 @@ class LoraSlots:
                 tiles.a.data_ptr(), tiles.b.data_ptr(), tiles.rank, _FLOATS.index(tiles.a.dtype),
                 _FLOATS.index(tiles.b.dtype), tiles.scale,
             )  # fmt: skip
+        for put in self._followers:
+            put(slot, self.held[slot])
 
     def clear(self, slot: int) -> None:
         """Empty a slot that no token of a later step has."""

@@ -99,7 +99,7 @@ class Engine:
         self.limits, self.memory = loaded.limits, loaded.memory
         self.kernels, self.notes, self._gpu, self._ranks = loaded.kernels, loaded.notes, loaded.gpu, loaded.ranks
         self._pipeline = loaded.pipeline
-        self.adapters = AdapterPool(loaded.lora, available_memory)
+        self.adapters = AdapterPool(loaded.lora, loaded.gpu.available if loaded.gpu else available_memory)
         for name, path in config.lora_modules:
             self.adapters.add(name, path, self.adapters.read(path))
         self.vocab_size, self.max_model_len = loaded.limits.vocab_size, loaded.limits.max_model_len

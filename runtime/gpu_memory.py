@@ -21,6 +21,10 @@ class GpuMemory:
     def free(self) -> int:
         """Bytes that nobody holds; memory that torch had set aside is given back first."""
         torch.cuda.empty_cache()
+        return self.available()
+
+    def available(self) -> int:
+        """Bytes that nobody holds, not even torch; any thread may ask while steps run."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def total(self) -> int:

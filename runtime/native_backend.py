@@ -65,9 +65,6 @@ class NativeBackend:
         source, model_config, executor = _prepare(source, config)
         if config.autotune:
             registry.require_autotune(executor)
-        if config.enable_lora and executor.placement.device.type != "cpu":
-            raise UsageError("adapters are computed on a CPU alone: choose --kernels native, or merge the adapter with "
-                             "qserve quantize --lora")
         # Twice: of those that are replaced, some still end their requests.
         lora = LoraLayers(2 * config.max_loras, config.max_lora_rank) if config.enable_lora else None
         sizes = _limits(config, executor, hidden_layers)

@@ -1,5 +1,5 @@
 """Warm-up on a GPU, after the load: the steps of a decoder that take the most memory beside its buffers, and one of
-every size that is prepared at its first use.
+every size that is prepared at its first use, with adapters and without.
 
 They also compile the kernels, and leave every workspace at its final size.
 """
@@ -7,6 +7,7 @@ They also compile the kernels, and leave every workspace at its final size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -67,6 +68,9 @@ def _run(decoder: Decoder, spans: list[tuple[int, int]]) -> None:
         state_slots=torch.arange(len(spans), dtype=torch.int32) % max(1, decoder.limits.num_states),
     )
     decoder.run(*[step] * len(decoder.layout.groups))
+    if decoder.lora is not None:  # an empty one: what it launches is the same
+        adapted = replace(step, adapters=torch.zeros_like(positions))
+        decoder.run(*[adapted] * len(decoder.layout.groups))
     rows = torch.arange(min(len(positions), decoder.limits.max_logits), dtype=torch.int32)
     decoder.head(step, rows)
     decoder.log_softmax(step, rows)

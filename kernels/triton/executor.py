@@ -1,8 +1,9 @@
 """``TritonExecutor``: programs of Triton kernels on a GPU, decodes from CUDA graphs.
 
 A step's numbers are copied to the device asynchronously and its kernels are queued; nothing here waits for the device.
-A step with one token per sequence is captured as a graph for each padded number of rows that occurs, and replayed from
-then on; every other step is launched kernel by kernel. In Triton's interpreter programs run on the CPU.
+A step with one token per sequence is captured as a graph for each padded number of rows that occurs, with adapters and
+without, and replayed from then on; every other step is launched kernel by kernel. In Triton's interpreter programs run
+on the CPU.
 
 Where ranks share a model, what they exchange is captured with the kernels around it. NCCL wants all ranks to capture or
 replay the same exchanges at a time, and they do: what decides it is the same in all, for each has as many heads.
@@ -42,6 +43,7 @@ from qserve.kernels.ops import (
     LayerNorm,
     Linear,
     LogSoftmax,
+    Lora,
     Op,
     PositionEmbed,
     RMSNorm,
@@ -52,6 +54,7 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.reference import Fallback, on_device
 from qserve.kernels.triton import latent_attention, linear
+from qserve.kernels.triton.adapted_rows import adapted_rows
 from qserve.kernels.triton.argmax import argmax
 from qserve.kernels.triton.attention import (
     CHUNK,
@@ -75,6 +78,7 @@ from qserve.kernels.triton.latent_attention import LatentShape
 from qserve.kernels.triton.latent_kv import latent_kv
 from qserve.kernels.triton.launch import only_compiles
 from qserve.kernels.triton.log_softmax import log_softmax
+from qserve.kernels.triton.lora import PreparedLora, shape_of
 from qserve.kernels.triton.norm import norm
 from qserve.kernels.triton.pointwise import activation, sigmoid_mul, soft_cap
 from qserve.kernels.triton.rope_kv import rope_kv
@@ -151,13 +155,14 @@ class _TritonProgram:
         self._attention: _Paged | None = None
         self._windows: set[int] = set()
         self._keeps_states = False
+        self._adapters = 0  # slots for them
         self._positions = 1 << 31  # of a sequence, at most; a rotation may have fewer
         self._pool: Any = None  # the memory pool that its graphs share
         self._rows: set[str] = set()
         self._staging = Staging(executor.placement.device)
         self._partials = _Partials()
         self._cache_at = 0
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._has_fallbacks = False  # if so there are no graphs, because the reference reads the step
 
     def add(self, ops: Sequence[Op]) -> None:
@@ -189,7 +194,11 @@ class _TritonProgram:
             captured = captured and is_decode(step)
         if captured:
             tokens, logits = (self._padded(rows) for rows in (tokens, logits))
-        batch, moved = self._staging.load(step, work, tokens, logits, runs)
+        adapted = None
+        if self._adapters:
+            tile = shape_of(tokens, invariant=self._executor.batch_invariant).rows
+            adapted = adapted_rows(step, self._adapters, tile)
+        batch, moved = self._staging.load(step, work, tokens, logits, runs, adapted)
         if self._attention is not None:
             moved |= self._partials.reserve(self._slots(batch), self._attention, self._executor.memory)
             attention = self._attention
@@ -203,11 +212,11 @@ class _TritonProgram:
             self._pool = None  # its memory ends with its graphs; nothing may be captured into it any more
         if not captured:
             self._launch(batch)
-        elif graph := self._graphs.get((tokens, logits)):
+        elif graph := self._graphs.get(key := (tokens, logits, adapted is not None)):
             graph.replay()
         else:
             self._launch(batch)  # also compiles kernels, which a capture must not do
-            self._graphs[tokens, logits] = self._capture(batch)
+            self._graphs[key] = self._capture(batch)
 
     def _divide(self, step: Step, op: _Paged) -> Work:
         queries = self._executor.queries(op)
@@ -271,6 +280,10 @@ class _TritonProgram:
                     self._executor.products.append(product)
                 rows = op.rows  # not ``op``, which holds the original weight
                 return lambda batch: product.run(_count(batch, rows))
+            case Lora():
+                self._adapters = len(op.slots.held)
+                on = self._executor
+                return PreparedLora(op, on.memory, self._max_rows, on.target, invariant=on.batch_invariant).run
             case RopeKV():
                 self._positions = len(op.cosine)
                 return self._rope_kv(op)

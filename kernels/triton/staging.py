@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qserve.kernels.executor import Step
+from qserve.kernels.triton.adapted_rows import AdaptedRows
 from qserve.kernels.triton.runs import Runs
 from qserve.kernels.triton.schedule import Numbers, Work, is_decode
 from qserve.kernels.triton.split_decode import FIELDS
@@ -26,7 +27,8 @@ class Batch:
     with slot -1, a decode with row -1, and a run of no tokens. The tables of work point into ``staged``. ``parts``
     holds the decodes and units of each part of the work; ``counts`` [parts] holds the units on the device. ``splits``
     are those of each window. Without attention there is no work. ``saves``, ``runs``, ``chunks`` and ``single`` are
-    those of ``Runs``; without layers that keep states there are none."""
+    those of ``Runs``; without layers that keep states there are none. ``adapted_rows`` and ``adapted_tiles`` are
+    those of ``AdaptedRows``, padded with tiles of slot -1; none where no row has an adapter."""
 
     tokens: int
     logits: int
@@ -45,6 +47,8 @@ class Batch:
     runs: Tensor
     chunks: Tensor
     single: int
+    adapted_rows: Tensor
+    adapted_tiles: Tensor
 
 
 class Staging:
@@ -67,7 +71,8 @@ class Staging:
         self._there = torch.empty_like(self._host, device=self._device) if self._on_gpu else self._host
 
     def load(
-        self, step: Step, work: Work | None, tokens: int, logits: int, runs: Runs | None = None
+        self, step: Step, work: Work | None, tokens: int, logits: int, runs: Runs | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> tuple[Batch, bool]:
         """Send ``step`` to the device, padded to ``tokens`` and ``logits`` rows. Also returns whether the staged memory
         has moved, which makes remembered addresses void."""
@@ -77,6 +82,9 @@ class Staging:
             "slots": (step.slots.numpy()[:tokens], tokens, -1),
             "rows": (step.logit_rows.numpy()[:logits], logits, 0),
         }
+        if adapted is not None:
+            parts["adapted rows"] = adapted.order, tokens, 0
+            parts["adapted tiles"] = adapted.tiles.reshape(-1), 3 * adapted.most(tokens), -1
         single = 0
         if runs is not None:
             single = tokens if is_decode(step) else runs.single
@@ -131,6 +139,7 @@ class Staging:
             [] if work is None else [(decodes, units) for decodes, units in work.parts.tolist()],
             {} if work is None else {window: there(f"splits {window}", FIELDS) for window in work.splits},
             there("saves"), there("runs", 3), there("chunks", 2), single,
+            there("adapted rows"), there("adapted tiles", 3),
         ), moved  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.kernels.abi import name_of
 from qserve.kernels.ops import (
     SCALED_KV,
     Attention,
@@ -21,7 +20,6 @@ from qserve.kernels.ops import (
     LatentKV,
     LayerNorm,
     Linear,
-    Lora,
     Op,
     PositionEmbed,
     RMSNorm,
@@ -63,6 +61,7 @@ KERNELS = (
     Kernel("delta_chunks", "the gated delta rule of prompts, by chunks of 64 tokens, and its states"),
     Kernel("gated_norm", "RMSNorm of heads, times SiLU of a gate"),
     Kernel("weight_only", "products with integer weights of 2 to 8 bits (dense ones are cuBLAS's)"),
+    Kernel("lora", "adapters of rows, each with its own, behind the products of their inputs"),
     Kernel("trellis", "products with trellis codes of 2 to 4 bits, decoded from their streams"),
     Kernel("eight_bit", "products with weights and inputs in int8"),
     Kernel("eight_bit fp8", "products with weights and inputs in e4m3", "fp8"),
@@ -111,8 +110,6 @@ def unsupported(op: Op, gpu: Target, compiled: bool) -> str | None:
             return found or (_too_little_memory(op, gpu) if compiled else None)
         case GatedDelta() if op.key_dim > delta_chunks.WIDEST:
             return f"gated delta nets with keys of {op.key_dim} have no Triton kernel: at most {delta_chunks.WIDEST}"
-        case Lora():
-            return f"{name_of(type(op))} has no Triton kernel"
     return None
 
 

@@ -86,7 +86,7 @@ class Decoder:
     ) -> None:
         self.config = config
         group = group or RankGroup()
-        self.limits = limits
+        self.limits, self.lora = limits, lora
         self.layout = cache_layout(config, group)
         stage = group.stage
         layers, tokens, rows = stage.layers(config.num_hidden_layers), limits.max_tokens, limits.max_logits

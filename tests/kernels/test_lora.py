@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
 
 from qserve.checkpoint.lora import LoraWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
-from qserve.kernels import native, registry
+from qserve.kernels import native
 from qserve.kernels.executor import Executor, Step
 from qserve.kernels.lora_slots import LoraSlots, LoraTiles
 from qserve.kernels.ops import Linear, Lora
@@ -125,12 +123,3 @@ def test_an_emptied_slot_adds_nothing() -> None:
     slots.clear(0)
     for executor in [*executors(), ReferenceExecutor()]:
         assert torch.equal(run(executor, Lora(x, start.clone(), slots), step_of([0, 0])), start)
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_computes_it_by_the_reference() -> None:
-    executor, slots = registry.make("triton"), slots_of(32, [(0, 32)], [8])
-    x, start, step = torch.randn(3, 32), torch.randn(3, 32), step_of([0, -1, 0])
-    op = Lora(x, start.clone(), slots)
-    assert executor.supports(op) == "lora has no Triton kernel"
-    assert torch.equal(run(executor, op, step), run(ReferenceExecutor(), Lora(x, start.clone(), slots), step))

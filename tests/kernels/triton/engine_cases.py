@@ -25,6 +25,7 @@ from qserve.kernels.triton import (
     grouped,
     inputs,
     log_softmax,
+    lora,
     norm,
     pointwise,
     rope_kv,
@@ -226,6 +227,33 @@ def mixture_cases(gpu: Target) -> dict[str, Case]:
     }  # fmt: skip
 
 
+def lora_cases(gpu: Target, rank: int = 64) -> dict[str, Case]:
+    """Adapters of Llama-3 8B behind the product of queries, keys and values, and behind the last one of a layer."""
+    joined, alone = ((0, 4096), (4096, 1024), (5120, 1024)), ((0, 4096),)
+    made = {}
+    for name, width, parts, out in (("qkv", 4096, joined, "bf16"), ("down", 14336, alone, "fp32")):
+        slots = SimpleNamespace(parts=parts, max_rank=rank)
+        op: Any = SimpleNamespace(x=torch.empty(1, width, dtype=torch.bfloat16, device="meta"), slots=slots)
+        lists = "tiles_ptr:i32 order_ptr:i32 table_ptr:i64 "
+        for kind in ("few", "many", "always"):
+            shape: lora.LoraShape = getattr(lora, kind.upper())
+            cases = {
+                "shrink": _case(
+                    lora.shrink_kernel, f"x_ptr:bf16 {lists} sums_ptr:fp32", gpu, lora.shrink_constants(op, shape),
+                    "rows:i32 tiles:i32 stride_x:i32", shape.warps, shape.stages,
+                ),
+                "expand": _case(
+                    lora.expand_kernel, f"sums_ptr:fp32 {lists} blocks_ptr:i32 out_ptr:{out}", gpu,
+                    lora.expand_constants(op, shape, gpu), "rows:i32 tiles:i32 stride_out:i32", shape.warps,
+                    shape.stages,
+                ),
+            }  # fmt: skip
+            for kernel, case in cases.items():
+                strides = (*case.divisible, *(each for each in case.signature if "stride" in each))
+                made[f"lora {kernel} {name} {kind}"] = replace(case, divisible=strides)
+    return made
+
+
 def family_cases(gpu: Target) -> dict[str, Case]:
     """What families other than Llama's need."""
     capped = attention_cases(gpu, "bf16", 4096, 96, softcap=50.0)
@@ -243,6 +271,7 @@ def family_cases(gpu: Target) -> dict[str, Case]:
         ),
         "gather added": gather_case(gpu, accumulate=True),
         **mixture_cases(gpu),
+        **lora_cases(gpu),
     }  # fmt: skip
     return {f"{name} {gpu.architecture}": case for name, case in made.items()}
 
