@@ -31,11 +31,11 @@ class LoraTiles:
     scale: float
 
     @classmethod
-    def of(cls, weight: LoraWeight, order: Tensor | None = None) -> LoraTiles:
-        """``order``: int64 [out], of the linear's outputs. Each matrix has the narrowest dtype that holds its numbers
-        exactly, so nothing is rounded."""
+    def of(cls, weight: LoraWeight, order: Tensor | None = None, inputs: slice = slice(None)) -> LoraTiles:
+        """``order``: int64, the outputs that are wanted, and ``inputs``, of those that the linear has. Each matrix has
+        the narrowest dtype that holds its numbers exactly, so nothing is rounded."""
         b = weight.b if order is None else weight.b[order]
-        return cls(float_tiles(_narrowed(weight.a)), float_tiles(_narrowed(b)), weight.rank, weight.scale)
+        return cls(float_tiles(_narrowed(weight.a[:, inputs])), float_tiles(_narrowed(b)), weight.rank, weight.scale)
 
     @property
     def nbytes(self) -> int:

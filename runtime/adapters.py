@@ -14,6 +14,7 @@ from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.lora import read_adapter
 from qserve.runtime.digests import adapter_salt
 from qserve.runtime.models.lora_layers import LaidOut, LoraLayers
+from qserve.runtime.parallel.rank_adapters import RankAdapters
 from qserve.runtime.sampling import RequestError
 
 _NAME_LENGTH = 200
@@ -43,7 +44,9 @@ class AdapterPool:
     One thread owns it, and only ``read`` may be called by others.
     """
 
-    def __init__(self, layers: LoraLayers | None = None, available: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, layers: LoraLayers | RankAdapters | None = None, available: Callable[[], int] | None = None
+    ) -> None:
         self._layers, self._available = layers, available
         slots = layers.count if layers else 0
         self._limit = slots // 2

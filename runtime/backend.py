@@ -13,6 +13,7 @@ from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.parallel.pipeline_runner import PipelineRunner
+from qserve.runtime.parallel.rank_adapters import RankAdapters
 from qserve.runtime.parallel.rank_processes import RankProcesses
 from qserve.runtime.runner import ModelRunner
 
@@ -75,7 +76,7 @@ class LoadedModel:
     generates: bool = True
     notes: tuple[str, ...] = ()
     gpu: GpuMemory | None = None
-    lora: LoraLayers | None = None
+    lora: LoraLayers | RankAdapters | None = None
     ranks: RankProcesses | None = None
     pipeline: PipelineRunner | None = None
 

@@ -33,13 +33,14 @@ from qserve.runtime.memory import (
     reserved,
 )
 from qserve.runtime.models.config import DecoderConfig, decoder_config, is_classifier
-from qserve.runtime.models.decoder import Decoder, DecoderLimits, cache_layout
+from qserve.runtime.models.decoder import Decoder, DecoderLimits, cache_layout, missing_kernels
 from qserve.runtime.models.kv_scales import cache_dtype
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.parallel import support
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.pipeline_runner import PipelineRunner
+from qserve.runtime.parallel.rank_adapters import RankAdapters
 from qserve.runtime.parallel.rank_processes import RankProcesses, RankTask
 from qserve.runtime.parallel.runner import ParallelRunner
 from qserve.runtime.parallel.shard import Shard
@@ -65,15 +66,14 @@ class NativeBackend:
         source, model_config, executor = _prepare(source, config)
         if config.autotune:
             registry.require_autotune(executor)
-        # Twice: of those that are replaced, some still end their requests.
-        lora = LoraLayers(2 * config.max_loras, config.max_lora_rank) if config.enable_lora else None
+        adapters: LoraLayers | RankAdapters | None
         sizes = _limits(config, executor, hidden_layers)
         runner: DecoderRunner
         if config.num_ranks > 1:
-            runner, memory, notes = _load_ranks(source, model_config, config, executor, sizes, progress)
+            runner, memory, notes, adapters = _load_ranks(source, model_config, config, executor, sizes, progress)
         else:
-            decoder, memory, notes = _load(source, model_config, config, executor, sizes, lora, progress, planned)
-            runner = DecoderRunner(decoder)
+            decoder, memory, notes = _load(source, model_config, config, executor, sizes, progress, planned)
+            runner, adapters = DecoderRunner(decoder), decoder.lora
         if isinstance(source, Unpacked):
             held = str(source.dtype()).removeprefix("torch.")
             stored = source.stored_in
@@ -96,7 +96,7 @@ class NativeBackend:
             not is_classifier(source.config),
             tuple(notes),
             GpuMemory(executor.placement.device) if executor.placement.device.type == "cuda" else None,
-            lora,
+            adapters,
             runner.processes if isinstance(runner, ParallelRunner | PipelineRunner) else None,
             runner if isinstance(runner, PipelineRunner) else None,
         )
@@ -217,7 +217,8 @@ def load_rank(
     decoder = _decoder(_held(source, executor), config, executor, limits, progress, group=group)
     groups = len(decoder.layout.groups)
     if group.stage.size > 1:
-        return decoder, StageChannel(shared, group, limits, groups, decoder.config.hidden_size)
+        slots = 0 if decoder.lora is None else decoder.lora.count
+        return decoder, StageChannel(shared, group, limits, groups, decoder.config.hidden_size, slots)
     return decoder, StepChannel(shared, group, limits, groups)
 
 
@@ -238,7 +239,6 @@ def _decoder(
     progress: Callable[[int, int], None] | None,
     *,
     group: RankGroup | None = None,
-    lora: LoraLayers | None = None,
 ) -> Decoder:
     def loaded(done: int, total: int) -> None:
         # Now, not at the end: else the peak includes what every layer in floats, or unpacked from blocks, left behind.
@@ -247,17 +247,24 @@ def _decoder(
         if progress is not None:
             progress(done, total)
 
+    # Twice: of those that are replaced, some still end their requests.
+    lora = LoraLayers(2 * config.max_loras, config.max_lora_rank) if config.enable_lora else None
+    model_config, kv_dtype = decoder_config(source.config, source.name), cache_dtype(config.kv_cache_dtype, source)
     decoder = Decoder(
         source,
-        decoder_config(source.config, source.name),
+        model_config,
         executor,
         limits,
-        kv_dtype=cache_dtype(config.kv_cache_dtype, source),
+        kv_dtype=kv_dtype,
         int8_head=_has_int8_head(source, config),
         lora=lora,
         group=group,
         progress=loaded,
     )
+    if lora is not None and group is not None and group.stage.size > 1:
+        whole = LoraLayers(0, config.max_lora_rank)
+        missing_kernels(source, model_config, executor, kv_dtype, whole)
+        lora.shapes = whole.shapes  # an adapter is that of all stages
     heap.release()
     return decoder
 
@@ -269,8 +276,8 @@ def _load_ranks(
     executor: Executor,
     limits: DecoderLimits,
     progress: Callable[[int, int], None] | None,
-) -> tuple[ParallelRunner | PipelineRunner, MemoryPlan, list[str]]:
-    """The rank that plans and samples, with the others beside it."""
+) -> tuple[ParallelRunner | PipelineRunner, MemoryPlan, list[str], RankAdapters | None]:
+    """The rank that plans and samples, with the others beside it, and the adapters of all."""
     memory = _plan(source, model_config, config, executor, limits)
     limits = _with_cache(limits, memory, executor)
     parts = _parts(source, model_config, config, executor)
@@ -310,7 +317,11 @@ def _load_ranks(
         note += f", with {len(cpus) if cpus else threads} threads each"
     else:
         note += f", by {exchange} ({process_group.backend(executor.placement.device)})"
-    return runner, memory, [note, *_notes(source, decoder), *notes]
+    adapters = None
+    if decoder.lora is not None:
+        own = isinstance(channel, StageChannel)
+        adapters = RankAdapters(decoder.lora, processes.ask, channel.change_adapter, changes_own=own)
+    return runner, memory, [note, *_notes(source, decoder), *notes], adapters
 
 
 def _notes(source: ModelSource, decoder: Decoder) -> list[str]:
@@ -326,7 +337,6 @@ def _load(
     config: EngineConfig,
     executor: Executor,
     limits: DecoderLimits,
-    lora: LoraLayers | None,
     progress: Callable[[int, int], None] | None,
     planned: Callable[[MemoryPlan], None] | None,
 ) -> tuple[Decoder, MemoryPlan, list[str]]:
@@ -334,7 +344,7 @@ def _load(
     memory = _plan(source, model_config, config, executor, limits)
     if planned and executor.placement.device.type == "cuda":
         planned(memory)
-    decoder = _decoder(source, config, executor, _with_cache(limits, memory, executor), progress, lora=lora)
+    decoder = _decoder(source, config, executor, _with_cache(limits, memory, executor), progress)
     memory, notes = settle(decoder, memory, config, progress)
     return decoder, memory, [*_notes(source, decoder), *notes]
 

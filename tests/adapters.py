@@ -10,12 +10,24 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from qserve.checkpoint.lora import LoraAdapter, LoraWeight
+
 CONFIG: dict[str, Any] = {
     "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base", "r": 8, "lora_alpha": 16,
     "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
     "target_modules": ["q_proj"], "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False,
     "use_rslora": False, "lora_bias": False, "target_parameters": None, "layer_replication": None,
 }  # fmt: skip
+
+
+def random_adapter(shapes: Mapping[str, tuple[int, int]], rank: int = 8, size: float = 0.2) -> LoraAdapter:
+    """One of all linears ``shapes``, [out, in], in memory."""
+    g = torch.Generator().manual_seed(rank)
+    modules = {
+        name: LoraWeight(size * torch.randn(rank, inp, generator=g), size * torch.randn(out, rank, generator=g), 0.5)
+        for name, (out, inp) in sorted(shapes.items())
+    }
+    return LoraAdapter(Path("random"), "", modules)
 
 
 def write_adapter(

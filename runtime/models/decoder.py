@@ -208,12 +208,17 @@ def pages_of(place: Tensor, spec: CacheSpec, placement: Placement) -> tuple[Tens
 
 
 def missing_kernels(
-    source: ModelSource, config: DecoderConfig, executor: Executor, kv_dtype: torch.dtype
+    source: ModelSource,
+    config: DecoderConfig,
+    executor: Executor,
+    kv_dtype: torch.dtype,
+    lora: LoraLayers | None = None,
 ) -> Counter[str]:
-    """The value of ``Decoder.fallbacks``, from the headers of ``source`` alone."""
+    """The value of ``Decoder.fallbacks``, from the headers of ``source`` alone. ``lora`` gets the places where adapters
+    act in the whole model."""
     placement = executor.placement
     buffers = Buffers.allocate(config, placement, tokens=1, rows=1, positions=1)
-    builder = LayerBuilder(config, Headers(source), buffers, kv_dtype)
+    builder = LayerBuilder(config, Headers(source), buffers, kv_dtype, lora)
     layout = config.cache_layout
     spec = layout.groups[0].spec
     layer = torch.empty(2, 1, spec.kv_heads * spec.head_dim * BLOCK_SIZE, dtype=kv_dtype, device=placement.device)

@@ -472,7 +472,7 @@ class LayerBuilder:
         own, x = x, self._buffers.gathered.flatten()[: len(x) * width].view(-1, width) if group.apart else x
         ops = [*group.gather(x, parts, own=own), Linear(x, weight, out, bias, accumulate, whole=size)]
         if self._lora is not None:
-            ops.append(self._lora.after([module], [size], x, out))
+            ops.append(self._lora.after([module], [size], x, out, (part_of(size, self._hidden),)))
         return [*ops, *group.gather(into, self._divided(size))]
 
     def _reduced(
@@ -480,9 +480,13 @@ class LayerBuilder:
     ) -> list[Op]:
         """The terms of a product that its own inputs give, by each rank. The first one's also have what there is once:
         the bias, and the residual stream, as ``accumulate`` says."""
-        group, size = self._group, self._config.hidden_size
-        weight, bias = self._linear(module, size, parts[-1].stop, inputs=parts[group.shard.rank])
-        return [Linear(x, weight, into, bias if group.is_first else None, accumulate), *group.reduce(into)]
+        group, size, width = self._group, self._config.hidden_size, parts[-1].stop
+        own = parts[group.shard.rank]
+        weight, bias = self._linear(module, size, width, inputs=own)
+        ops: list[Op] = [Linear(x, weight, into, bias if group.is_first else None, accumulate)]
+        if self._lora is not None:
+            ops.append(self._lora.after([module], [size], x, into, inputs=own, width=width))
+        return [*ops, *group.reduce(into)]
 
     def _divided(self, count: int) -> tuple[range, ...]:
         """The part of ``count`` outputs that each rank has."""

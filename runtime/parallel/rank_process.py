@@ -15,9 +15,11 @@ import torch
 from qserve.checkpoint.errors import QServeError
 from qserve.checkpoint.source import open_model
 from qserve.kernels.ranks import RankLost
+from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.native_backend import load_rank, settle
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
-from qserve.runtime.parallel.rank_processes import TASK
+from qserve.runtime.parallel.rank_adapters import ORDER
+from qserve.runtime.parallel.rank_processes import ANSWER, TASK, Answer
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +28,30 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine drains, and needs this one for that
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
-    with sock.makefile("rb") as lines:
-        task = TASK.validate_json(lines.readline())
+    lines = sock.makefile("rb")
+    task, decoders = TASK.validate_json(lines.readline()), list[Decoder]()
 
-    def end_with_the_engine() -> None:
-        sock.recv(1)  # until the other end is gone
+    def say(answer: Answer) -> None:
+        sock.sendall(ANSWER.dump_json(answer) + b"\n")
+
+    def obey() -> None:
+        for line in lines:  # until the other end is gone
+            layers = decoders[0].lora
+            assert layers is not None
+            try:
+                ORDER.validate_json(line).obey(layers)
+                say(Answer())
+            except QServeError as error:
+                say(Answer(str(error)))
         os._exit(0)
 
-    threading.Thread(target=end_with_the_engine, daemon=True).start()
+    threading.Thread(target=obey, daemon=True).start()
     try:
         memory = SharedMemory(int(sys.argv[2]))
         group = RankGroup(task.shard, memory, task.stage, task.exchange)
         source = open_model(task.model, offline=True, in_floats=task.in_floats)
         decoder, channel = load_rank(source, task.config, task.limits, group, memory, task.port)
+        decoders.append(decoder)
         settle(decoder, task.memory, task.config, group=group)
         gc.collect()
         gc.freeze()
@@ -50,7 +63,7 @@ def main() -> None:
     except BaseException as error:
         if not isinstance(error, QServeError):
             logger.exception("rank %d failed", task.rank)
-        sock.sendall((str(error) if isinstance(error, QServeError) else f"{type(error).__name__}: {error}").encode())
+        say(Answer(str(error) if isinstance(error, QServeError) else f"{type(error).__name__}: {error}", ended=True))
         os._exit(1)
     # Not from here: the engine knows which rank has ended, and takes the end of this one for its own.
     threading.Event().wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
+from qserve.checkpoint.errors import CheckpointError
 from qserve.kernels.ranks import RankLost
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.memory import MemoryPlan
@@ -52,12 +54,23 @@ TASK = TypeAdapter(RankTask)
 """Reads and writes a task as a line of JSON."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says: that it did what it was asked, or why it could not. ``ended``: why it ends."""
+
+    failure: str = ""
+    ended: bool = False
+
+
+ANSWER = TypeAdapter(Answer)
+
+
 class RankProcesses:
     """Starts a rank for each of ``tasks``, which load while this process goes on. ``failure`` says why one has ended
     that should not have. Once it is set, ``give_up`` is called, by another thread. ``leave`` is called by ``stop``.
 
-    A process reads its task from a socket. When that is closed, because this process called ``stop`` or has ended
-    however, the other one ends at once.
+    A process reads its task from a socket, and then what it is asked. When that is closed, because this process called
+    ``stop`` or has ended however, the other one ends at once.
     """
 
     def __init__(
@@ -68,9 +81,11 @@ class RankProcesses:
         leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure: str | None = None
+        self._asking = threading.Lock()
         self._give_up, self._leave = give_up, leave
         self._stopping = False
         self._processes: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        self._answers: list[queue.SimpleQueue[Answer]] = []
         for task in tasks:
             ours, theirs = socket.socketpair()
             fds = theirs.fileno(), memory_fd
@@ -81,8 +96,10 @@ class RankProcesses:
             with contextlib.suppress(OSError):  # it has ended already, as its watch will say
                 ours.sendall(TASK.dump_json(task) + b"\n")
             self._processes.append((process, ours))
+            answers = queue.SimpleQueue[Answer]()
+            self._answers.append(answers)
             watch = threading.Thread(
-                target=self._watch, args=(task.rank, process, ours), name=f"qserve-rank-{task.rank}"
+                target=self._watch, args=(task.rank, process, ours, answers), name=f"qserve-rank-{task.rank}"
             )
             watch.daemon = True
             watch.start()
@@ -98,6 +115,23 @@ class RankProcesses:
             yield
         except RankLost:
             raise RankLost(self.failure or "the other ranks of the model have been ended") from None
+
+    def ask(self, order: bytes) -> None:
+        """Give every rank a line to read, and wait until all have done what it says. Any thread may ask.
+
+        Raises ``CheckpointError`` with the reason where one could not, ``RankLost`` where one has ended.
+        """
+        with self._asking:
+            for _, ours in self._processes:
+                with contextlib.suppress(OSError):  # it has ended, as its watch says
+                    ours.sendall(order + b"\n")
+            found = [answers.get() for answers in self._answers]
+        for answer, answers in zip(found, self._answers):
+            if answer.ended:
+                answers.put(answer)  # so it answers whoever asks next
+                raise RankLost(self.failure or answer.failure)
+            if answer.failure:
+                raise CheckpointError(answer.failure)
 
     def stop(self) -> None:
         """End them."""
@@ -115,14 +149,21 @@ class RankProcesses:
                 process.wait()
         self._processes.clear()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes], ours: socket.socket) -> None:
+    def _watch(
+        self, rank: int, process: subprocess.Popen[bytes], ours: socket.socket, answers: queue.SimpleQueue[Answer]
+    ) -> None:
         said = ""
         with contextlib.suppress(OSError), ours.makefile("rb") as lines:  # where it ended before it read its task
-            said = lines.read().decode(errors="replace").strip()  # until it ends
-        if self._stopping:
-            return
-        code = process.wait()
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        if self.failure is None:
-            self.failure = f"rank {rank} of the model " + (f"failed: {said}" if said else f"was ended {how}")
-        self._give_up()
+            for line in lines:  # until it ends
+                answer = ANSWER.validate_json(line)
+                if answer.ended:
+                    said = answer.failure
+                else:
+                    answers.put(answer)
+        if not self._stopping:
+            code = process.wait()
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            if self.failure is None:
+                self.failure = f"rank {rank} of the model " + (f"failed: {said}" if said else f"was ended {how}")
+            self._give_up()
+        answers.put(Answer("the other ranks of the model have been ended", ended=True))

@@ -18,12 +18,14 @@ from qserve.runtime.parallel.step_memory import StepMemory
 
 @dataclass(frozen=True)
 class _Slot:
-    """A step on its way. ``order``: its shape, and how many blocks and states are to be copied before it."""
+    """A step on its way. ``order``: its shape, and how many blocks and states are to be copied before it, and slots
+    of adapters changed: (slot, number of the adapter), see ``LoraLayers.change``."""
 
     step: StepMemory
     order: Tensor
     copies: Tensor
     state_copies: Tensor
+    adapters: Tensor
 
 
 class StageChannel:
@@ -34,9 +36,10 @@ class StageChannel:
     """
 
     def __init__(
-        self, memory: SharedMemory, group: RankGroup, limits: DecoderLimits, groups: int, hidden_size: int
+        self, memory: SharedMemory, group: RankGroup, limits: DecoderLimits, groups: int, hidden_size: int,
+        adapters: int = 0,
     ) -> None:
-        """``groups``: of layers, in the whole model. ``limits``: of the decoders."""
+        """``groups``: of layers, in the whole model. ``limits``: of the decoders. ``adapters``: slots for them."""
         self._stage = stage = group.stage
         self._meet = native.meeting(group.ranks)
         self._arrive, self._wait_for_turn = native.handing_on(group.ranks)
@@ -45,10 +48,11 @@ class StageChannel:
         self._slots = [
             _Slot(
                 StepMemory(memory, limits, groups),
-                memory.take((8,), torch.int32),
+                memory.take((10,), torch.int32),
                 memory.take((most, 2), torch.int32),
                 # Each request that begins may copy a state, and so may each choice of another one.
                 memory.take((2 * limits.max_logits, 2), torch.int32),
+                memory.take((adapters, 2), torch.int32),
             )
             for _ in range(stage.size)
         ]
@@ -56,6 +60,7 @@ class StageChannel:
         self._hidden = memory.take(shape, torch.float32).numpy()  # behind each stage but the last, in each slot
         self.busy = memory.take((stage.size,), torch.float64).numpy()
         self._published = self._done = 0
+        self._adapters: dict[int, int] = {}  # what the next step that is published finds in these slots
 
     @property
     def num_in_flight(self) -> int:
@@ -71,6 +76,11 @@ class StageChannel:
         """Return when every rank has come here: all are loaded. It is the first turn of each."""
         self._meet()
 
+    def change_adapter(self, slot: int, number: int) -> None:
+        """Let every stage, before it runs the next step that is published, fill a slot with the adapter that it has
+        read as ``number``, or empty it (-1)."""
+        self._adapters[slot] = number
+
     def publish(
         self, steps: Sequence[Step], copies: Sequence[tuple[int, int]], state_copies: Sequence[tuple[int, int]],
         decoder: Decoder,
@@ -83,10 +93,12 @@ class StageChannel:
         slot = self._slots[self._published % self._stage.size]
         assert len(copies) <= len(slot.copies), "a step copies more blocks than requests can need"
         assert len(state_copies) <= len(slot.state_copies), "a step copies more states than requests can need"
-        for wanted, held in ((copies, slot.copies), (state_copies, slot.state_copies)):
+        adapters, self._adapters = [*self._adapters.items()], {}
+        lists = (copies, slot.copies), (state_copies, slot.state_copies), (adapters, slot.adapters)
+        for wanted, held in lists:
             if wanted:
                 held[: len(wanted)] = torch.tensor(wanted, dtype=torch.int32)
-        slot.order.numpy()[:] = *slot.step.write(steps), len(copies), len(state_copies)
+        slot.order.numpy()[:] = *slot.step.write(steps), *(len(wanted) for wanted, _ in lists)
         self._published += 1
         self._arrive()
         return self._published - 1
@@ -100,11 +112,14 @@ class StageChannel:
         self._done += 1
         place = number % stage.size
         slot = self._slots[place]
-        *shape, copies, state_copies = slot.order.tolist()
+        *shape, copies, state_copies, adapters = slot.order.tolist()
         steps = slot.step.read(tuple(shape))
         rows = slice(0, steps[0].tokens)
         decoder.copy_blocks(slot.copies[:copies].tolist())
         copy_states(decoder.sequence_states, slot.state_copies[:state_copies].tolist())
+        for adapter_slot, adapter in slot.adapters[:adapters].tolist():
+            assert decoder.lora is not None
+            decoder.lora.change(adapter_slot, adapter)
         x = decoder.x.numpy()
         if not stage.is_first:
             x[rows] = self._hidden[stage.rank - 1, place, rows]

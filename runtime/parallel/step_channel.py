@@ -14,12 +14,13 @@ from qserve.runtime.models.decoder import Decoder, DecoderLimits, copy_states
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.step_memory import StepMemory
 
-_RUN, _HEAD, _COPY, _COPY_STATES = 1, 2, 3, 4
+_RUN, _HEAD, _COPY, _COPY_STATES, _ADAPTER = 1, 2, 3, 4, 5
 
 
 class StepChannel:
-    """The first rank calls ``run``, ``head``, ``copy`` and ``copy_states``, the others ``follow``. An order is written
-    when all have done the one before. Each of the first four raises ``RankLost`` where a rank has ended."""
+    """The first rank calls ``run``, ``head``, ``copy``, ``copy_states`` and ``change_adapter``, the others ``follow``.
+    An order is written when all have done the one before. All but the last raise ``RankLost`` where a rank has ended.
+    """
 
     def __init__(self, memory: SharedMemory, group: RankGroup, limits: DecoderLimits, groups: int) -> None:
         """``groups``: of layers. ``limits``: of the decoders; no step has more requests than ``max_logits``."""
@@ -51,6 +52,11 @@ class StepChannel:
         """Let the others copy states of sequences: ``(source, destination)``, in order."""
         self._send(_COPY_STATES, copies)
 
+    def change_adapter(self, slot: int, number: int) -> None:
+        """Let the others fill a slot with the adapter that they have read as ``number``, or empty it (-1)."""
+        self._meet()
+        self._publish(_ADAPTER, slot, number)
+
     def _send(self, order: int, copies: Sequence[tuple[int, int]]) -> None:
         for first in range(0, len(copies), len(self._copies)):
             some = copies[first : first + len(self._copies)]
@@ -75,13 +81,16 @@ class StepChannel:
             self._meet()  # this one is written
             order, *shape = self._order.tolist()
             if order == _RUN:
-                steps = self._step.read(tuple(shape[:6]))
+                steps = self._step.read(tuple(shape[:7]))
                 self._group.share(decoder.greedy)
                 decoder.run(*steps)
             elif order == _HEAD:
                 decoder.head(steps[0], steps[0].logit_rows if shape[0] < 0 else self._rows[: shape[0]])
             elif order == _COPY:
                 decoder.copy_blocks(self._copies[: shape[0]].tolist())
+            elif order == _ADAPTER:
+                assert decoder.lora is not None
+                decoder.lora.change(*shape[:2])
             else:
                 copy_states(decoder.sequence_states, self._copies[: shape[0]].tolist())
 

@@ -14,9 +14,10 @@ from qserve.runtime.parallel.group import SharedMemory
 
 _SHAPES = 128  # of steps whose views are kept
 
-Shape = tuple[int, int, int, int, int, int]
+Shape = tuple[int, int, int, int, int, int, int]
 """Tokens, sequences, rows of logits, blocks in a row of the tables, and groups of layers of a step; then 0 where no
-layer keeps states of sequences, 1 where some do, and 2 where this step saves some."""
+layer keeps states of sequences, 1 where some do, and 2 where this step saves some; then whether tokens have adapters.
+"""
 
 
 class StepMemory:
@@ -25,7 +26,7 @@ class StepMemory:
     def __init__(self, memory: SharedMemory, limits: DecoderLimits, groups: int) -> None:
         """``groups``: of layers. ``limits``: of the decoders; no step has more requests than ``max_logits``."""
         width = -(-limits.max_positions // BLOCK_SIZE) + 1
-        size = limits.max_tokens * (3 + groups) + 3 * limits.max_logits + 1 + groups * limits.max_logits * width
+        size = limits.max_tokens * (4 + groups) + 3 * limits.max_logits + 1 + groups * limits.max_logits * width
         self._arrays = memory.take((size,), torch.int32)
         self._steps: dict[Shape, tuple[Step, ...]] = {}
 
@@ -33,12 +34,13 @@ class StepMemory:
         """Its form for each group of layers."""
         step = steps[0]
         states = 0 if step.state_slots is None else 1 if step.state_saves is None else 2
-        shape = step.tokens, step.sequences, step.logits, step.table_stride, len(steps), states
+        adapted = step.adapters is not None
+        shape = step.tokens, step.sequences, step.logits, step.table_stride, len(steps), states, int(adapted)
         for mine, shared in zip(steps, self.read(shape)):
             for name in ("slots", "block_tables"):
                 getattr(shared, name).numpy()[:] = getattr(mine, name).numpy()  # a third of the time of torch's copy
         names = ("token_ids", "positions", "seq_start", "logit_rows", "state_slots", "state_saves")
-        for name in names[: 4 + states]:
+        for name in (*names[: 4 + states], *(["adapters"] if adapted else [])):
             getattr(shared, name).numpy()[:] = getattr(step, name).numpy()
         return shape
 
@@ -47,7 +49,7 @@ class StepMemory:
         if shape not in self._steps:
             if len(self._steps) == _SHAPES:
                 self._steps.clear()
-            tokens, sequences, logits, width, groups, states = shape
+            tokens, sequences, logits, width, groups, states, adapted = shape
             done = 0
 
             def take(size: int) -> Tensor:
@@ -58,9 +60,10 @@ class StepMemory:
 
             ids, positions, starts, rows = (take(size) for size in (tokens, tokens, sequences + 1, logits))
             slots, saves = take(sequences) if states else None, take(tokens) if states == 2 else None
+            adapters = take(tokens) if adapted else None
             self._steps[shape] = tuple(
                 Step(ids, positions, take(tokens), starts, take(sequences * width).view(sequences, width), rows,
-                     state_slots=slots, state_saves=saves)
+                     adapters=adapters, state_slots=slots, state_saves=saves)
                 for _ in range(groups)
             )  # fmt: skip
         return self._steps[shape]

@@ -22,7 +22,6 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
     size, asked, shards = config.num_ranks, option(config), config.tensor_parallel_size > 1
     on_gpus = executor.name == "triton"
     others = {
-        "LoRA adapters": config.enable_lora,
         "--kv-offload-memory, --kv-offload-dir and --kv-transfer": bool(config.offload_memory),
         "a model that is changed as it is read": type(source) not in (HFDirectory, GGUFFile),
         f"norms of all heads together, as {model.model_type} has them,": shards and model.family.qk_norm == "all",

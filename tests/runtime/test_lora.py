@@ -17,6 +17,7 @@ from qserve import LLM, LoRARequest
 from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.checkpoint.lora import read_adapter
 from qserve.kernels import native
+from qserve.kernels.ranks import RankLost
 from qserve.kernels.triton.target import is_interpreted
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
@@ -59,14 +60,15 @@ def logprobs(engine: Engine, prompt: list[int], adapter: str | None) -> torch.Te
 
 
 def answers(engine: Engine, asked: Sequence[tuple[list[int], str | None]]) -> list[list[float]]:
-    """The tokens of each prompt with its adapter, and their log-probabilities."""
-    found: list[list[float]] = [[] for _ in asked]
+    """The tokens of each prompt with its adapter, and their log-probabilities; in the end those of a request "old"
+    that has begun before."""
+    found: list[list[float]] = [[] for _ in (*asked, "old")]
     params = [SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)] * len(asked)
     for output in engine.generate([list(prompt) for prompt, _ in asked], params, [adapter for _, adapter in asked]):
         engine.check()
         chosen = [token.chosen.logprob for token in output.logprobs or ()]
-        found[int(output.request_id)] += [*output.token_ids, *chosen]
-    return found
+        found[-1 if output.request_id == "old" else int(output.request_id)] += [*output.token_ids, *chosen]
+    return found if found[-1] else found[:-1]
 
 
 @pytest.mark.parametrize(("name", "kernels"), [
@@ -122,12 +124,14 @@ class Swaps(RuleBasedStateMachine):
     that its name stood for when it began."""
 
     model: Path
+    options: dict[str, Any]
     paths: dict[str, str]
     wanted: dict[tuple[str | None, int], list[int]]
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = Engine(str(self.model), EngineConfig(**CONFIG, enable_lora=True, max_loras=2))
+        config = {**CONFIG, "enable_lora": True, "max_loras": 2, **self.options}
+        self.engine = Engine(str(self.model), EngineConfig(**config))
         self.pool, self.count = self.engine.adapters, 0
         self.content: dict[str, str] = {}
         self.live: dict[str, tuple[list[int], str | None, int]] = {}
@@ -197,18 +201,71 @@ class Swaps(RuleBasedStateMachine):
             self.engine.check()
         assert not self.live, "a request was lost"
         assert not self.pool._slots, "a slot is held by nobody"
+        self.engine.close()
 
 
-def test_adapters_come_and_go_under_load(tiny_packed: Path, paths: dict[str, str]) -> None:
+@pytest.mark.parametrize("ranks", [
+    {},
+    pytest.param({"tensor_parallel_size": 2, "threads": 1}, marks=pytest.mark.slow),
+    pytest.param({"pipeline_parallel_size": 2, "threads": 1}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_adapters_come_and_go_under_load(tiny_packed: Path, paths: dict[str, str], ranks: dict[str, Any]) -> None:
     engine = Engine(str(tiny_packed), EngineConfig(**CONFIG, lora_modules=tuple(paths.items())))
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    Swaps.model, Swaps.paths, Swaps.wanted = tiny_packed, paths, {}
+    Swaps.model, Swaps.options, Swaps.paths, Swaps.wanted = tiny_packed, ranks, paths, {}
     for content in (None, *paths):
         for number, prompt in enumerate(PROMPTS):
             tokens = [token for output in engine.generate([prompt], [params], [content]) for token in output.token_ids]
             Swaps.wanted[content, number] = tokens
-    few = settings(max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
-    run_state_machine_as_test(Swaps, settings=few)
+    few = settings(max_examples=4 if ranks else 12, stateful_step_count=25, deadline=None)
+    run_state_machine_as_test(Swaps, settings=settings(few, suppress_health_check=list(HealthCheck)))
+
+
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}])
+def test_several_ranks_give_the_bits_of_one(
+    tiny_packed: Path, paths: dict[str, str], tmp_path: Path, ranks: dict[str, Any]
+) -> None:
+    """Adapters that are there from the start, and one that comes in the place of another while requests run."""
+    asked = [(prompt, adapter) for prompt in PROMPTS for adapter in (None, "sql", "law", "art")]
+    found = []
+    for options in ({}, {**ranks, "threads": 1}):
+        config = {**CONFIG, "lora_modules": tuple(paths.items()), "max_model_len": 256, **options}
+        engine = Engine(str(tiny_packed), EngineConfig(**config))
+        try:
+            found.append([answers(engine, asked)])
+            engine.submit("old", PROMPTS[0], SamplingParams(max_tokens=9, temperature=0.0, logprobs=0), adapter="law")
+            engine.step()
+            engine.adapters.read(paths["sql"])  # and nothing comes of it
+            engine.adapters.add("law", paths["art"], engine.adapters.read(paths["art"]), replace=True)
+            found[-1].append(answers(engine, [(PROMPTS[0], "law"), (PROMPTS[0], "art")]))
+            engine.adapters.remove("sql")
+            found[-1].append(answers(engine, asked[:1]))
+            with pytest.raises(CheckpointError, match="is no directory"):
+                engine.adapters.read(str(tmp_path / "none"))
+        finally:
+            engine.close()
+    assert found[0] == found[1]
+    _, (law, art, old), _ = found[0]
+    assert law == art != old
+
+
+def test_files_that_change_while_ranks_read_them_are_refused(tiny_packed: Path, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "sql", SHAPES, seed=1)
+    config = EngineConfig(**CONFIG | {"threads": 1}, tensor_parallel_size=2, enable_lora=True)
+    engine = Engine(str(tiny_packed), config)
+    try:
+        layers = engine.adapters._layers
+        assert layers is not None
+        before = read_adapter(path, layers.shapes, max_rank=16)
+        write_adapter(path, SHAPES, seed=2)
+        with pytest.raises(CheckpointError, match="sql was changed while it was read; load it again"):
+            layers.lay_out(before)
+        engine.adapters.add("sql", str(path), engine.adapters.read(str(path)))
+        assert answers(engine, [(PROMPTS[2], "sql")]) != answers(engine, [(PROMPTS[2], None)])
+    finally:
+        engine.close()
+    with pytest.raises(RankLost):
+        layers.lay_out(before)
 
 
 def test_an_llm_takes_a_request_in_vllms_shape(tiny_model: Path, paths: dict[str, str]) -> None:

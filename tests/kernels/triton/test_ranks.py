@@ -35,17 +35,20 @@ from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
 from qserve.runtime.models.layers import Buffers, LayerBuilder
+from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.weights import Weights
 from qserve.runtime.native_backend import NativeBackend, grow_cache
 from qserve.runtime.parallel import support
 from qserve.runtime.parallel.group import Exchange, RankGroup
 from qserve.runtime.parallel.shard import Shard
 from qserve.runtime.sampling import SamplingParams
+from tests.adapters import random_adapter
 from tests.kernels.triton.ranks import Run, two_ranks
 from tests.kernels.triton.test_executor import FakeMemory
 from tests.kernels.triton.test_linear import TOKEN8, packed
 from tests.runtime.models import test_decoder, test_latent, test_layer_norm_families, test_moe
 from tests.runtime.models.test_decoder import LIMITS, run_chunks, save_random
+from tests.runtime.models.test_lora_layers import Adapted
 from tests.runtime.parallel.test_decoder import save_quantized
 from tests.runtime.parallel.test_processes import children_end
 from tests.tiny_model import save_tiny_model
@@ -106,13 +109,17 @@ def test_what_ranks_exchange_is_what_the_reference_does(
         assert (total[: rows + 1] == 3).all() and (total[rows + 1 :] < 3).all()
 
 
-def logits(group: RankGroup, path: Path, kernels: str, head: bool = False) -> torch.Tensor:
-    source = HFDirectory(path)
-    decoder = Decoder(
+def logits(group: RankGroup, path: Path, kernels: str, head: bool = False, adapted: bool = False) -> torch.Tensor:
+    """``adapted``: with an adapter of all linears."""
+    source, lora = HFDirectory(path), LoraLayers(2, 8) if adapted else None
+    decoder: Any = Decoder(
         source, decoder_config(source.config, "small"), registry.make(kernels), replace(LIMITS, num_states=1),
-        kv_dtype=torch.float32, int8_head=head, group=group,
+        kv_dtype=torch.float32, int8_head=head, lora=lora, group=group,
     )  # fmt: skip
     assert not decoder.fallbacks
+    if lora is not None:
+        lora.put(1, lora.lay_out(random_adapter(lora.shapes)))
+        decoder = Adapted(decoder, 1)
     return run_chunks(decoder, TOKENS, CHUNKS)
 
 
@@ -147,6 +154,17 @@ def test_two_ranks_compute_what_one_does(run: Run, case: str, tmp_path: Path, sa
     assert torch.equal(exact, want)
     reduced, _ = run(logits, "all-reduce", tmp_path, "triton-invariant")
     torch.testing.assert_close(reduced, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["uneven shards", "positions and biases", "an expert for every token"])
+def test_two_ranks_with_adapters(run: Run, case: str, tmp_path: Path, same_sums: None) -> None:
+    """Where ranks reduce, each has the part of A that multiplies its own inputs, and all of B."""
+    save_random(*CASES[case], tmp_path)
+    want = logits(RankGroup(), tmp_path, "triton-invariant", adapted=True)
+    exact, _ = run(logits, "all-gather", tmp_path, "triton-invariant", False, True)
+    assert torch.equal(exact, want)
+    reduced, _ = run(logits, "all-reduce", tmp_path, "triton-invariant", False, True)
+    torch.testing.assert_close(reduced, want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("scheme", ["gptq-act-order", "awq", "w8a8", "w8a8-static", "fp8-blocks"])

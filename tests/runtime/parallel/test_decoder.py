@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,15 @@ from qserve.kernels.ops import AllGather
 from qserve.kernels.ranks import RankLost
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder
+from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.shard import Shard
+from tests.adapters import random_adapter
 from tests.kernels.quantized_weights import make_weight
 from tests.runtime import test_delta_net
 from tests.runtime.models import test_decoder, test_latent, test_layer_norm_families, test_moe
 from tests.runtime.models.test_decoder import LIMITS, SMALL, run_chunks, save_random
+from tests.runtime.models.test_lora_layers import Adapted
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
@@ -34,20 +38,24 @@ CHUNKS = [17, 1, 1, 21]
 
 def logits(
     path: Path, size: int, *, kernels: str = "native", threads: int = 1, kv_dtype: torch.dtype = torch.float16,
-    head: bool = False,
+    head: bool = False, adapted: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """The logits of ``TOKENS``, computed by ``size`` ranks."""
+    """The logits of ``TOKENS``, computed by ``size`` ranks. ``adapted``: with an adapter of all linears."""
     memory = SharedMemory()
 
     def rank(number: int) -> torch.Tensor:
         source = HFDirectory(path)
         group = RankGroup(Shard(number, size), SharedMemory(memory.fd) if size > 1 else None)
         try:
-            decoder = Decoder(
+            lora = LoraLayers(2, 8) if adapted else None
+            decoder: Any = Decoder(
                 source, decoder_config(source.config, "small"), registry.make(kernels, threads=threads),
                 replace(LIMITS, num_states=1),
-                kv_dtype=kv_dtype, int8_head=head, group=group,
+                kv_dtype=kv_dtype, int8_head=head, lora=lora, group=group,
             )  # fmt: skip
+            if lora is not None:
+                lora.put(1, lora.lay_out(random_adapter(lora.shapes)))
+                decoder = Adapted(decoder, 1)
             return run_chunks(decoder, TOKENS, CHUNKS)
         except BaseException:
             group.ranks.give_up()
@@ -127,6 +135,29 @@ def test_latent_attention_in_blocks_of_fp8(tmp_path: Path) -> None:
     want = logits(tmp_path / "fp8", 1)
     for size in (2, 3):
         assert torch.equal(logits(tmp_path / "fp8", size), want), f"{size} ranks"
+
+
+@pytest.mark.parametrize(("case", "packed"), [
+    ("llama", True), ("falcon-new", False), ("gpt2", False), ("gemma2", False), ("glm4_moe", True),
+    ("deepseek_v3", True), ("hybrid", True),
+])  # fmt: skip
+def test_adapters(case: str, packed: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """Of queries, keys and values in parts, of shared experts, latents and gated delta nets."""
+    if case == "hybrid":
+        test_delta_net.save_hybrid(tiny_model, tmp_path, "qwen3_5")
+    elif case == "deepseek_v3":
+        test_latent.make(case, tmp_path)
+    elif case in test_moe.CASES:
+        test_moe.make(case).save_pretrained(tmp_path)
+    else:
+        save_random(*(test_decoder.CASES | test_layer_norm_families.CASES)[case], tmp_path)
+    if packed:
+        test_moe.quantize(tmp_path, WeightScheme(4, 8), "gptq")
+        tmp_path = tmp_path / "quantized"
+    want = logits(tmp_path, 1, adapted=True)
+    assert not torch.equal(want, logits(tmp_path, 1))
+    for size in (2, 3):
+        assert torch.equal(logits(tmp_path, size, adapted=True), want), f"{size} ranks"
 
 
 @pytest.mark.parametrize("case", test_delta_net.CASES)

@@ -119,7 +119,6 @@ def test_a_rank_that_dies_ends_the_engine_with_one_line(piped: Engine) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"enable_lora": True}, "LoRA adapters cannot be combined"),
         ({"kv_offload_memory": 1 << 20}, "--kv-offload-dir and --kv-transfer cannot be combined"),
         ({"kernels": "reference"}, "not served by the reference kernels"),
         ({"pipeline_parallel_size": 3}, "has 2 layers, and each rank needs one"),
