@@ -25,6 +25,8 @@ NUMBERS = {
 }  # fmt: skip
 SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}
 """By the numbers of the driver's CUtensorMapSwizzle."""
+BY_ADDRESS: list[torch.Tensor] = []
+"""What kernels may touch besides their arguments, because they read its address."""
 
 
 def install(capability: tuple[int, int], shared_bytes: int) -> None:
@@ -106,6 +108,8 @@ class Launcher:
                 values.append(struct.pack("<Q", argument.data_ptr()))
             else:
                 values.append(struct.pack(NUMBERS[kind], argument))
+        for tensor in BY_ADDRESS:
+            self._note(tensor, regions)
         values += [struct.pack("<Q", 0)] * 2  # scratch memory, which none of these kernels has
         names = [parameter.name for parameter in self.machine.program.parameters]
         assert len(names) == len(values), (names, self.kinds)

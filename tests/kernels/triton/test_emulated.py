@@ -18,7 +18,7 @@ from qserve.kernels.triton.target import is_interpreted
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not is_interpreted(), reason="there is a GPU, or this is such a process")
-FEW = "bfloat16 and (every_scheme and (g128 or fp8) or 8-2-128 or True or 1100 or test_gpu_delta)"
+FEW = "bfloat16 and (every_scheme and (g128 or fp8) or 8-2-128 or True or 1100 or test_gpu_delta or test_gpu_lora)"
 """In bfloat16 and fp8, which nothing else here computes."""
 FEWER = {
     80: "bfloat16 and (g128 and (asymmetric or int8) or 8-2-128-300 or test_gpu_delta)",
@@ -27,7 +27,7 @@ FEWER = {
 """Of those, what is compiled differently for an older GPU."""
 PARTS = (
     ("gpu_linear", "linear", "many_rows", "rounded_rows", "trellis"),
-    ("gpu_engine", "gpu_delta", "packed_bytes", "engine_kernels", "row_kernels", "expert_kernels"),
+    ("gpu_engine", "gpu_delta", "gpu_lora", "packed_bytes", "engine_kernels", "row_kernels", "expert_kernels"),
 )
 
 

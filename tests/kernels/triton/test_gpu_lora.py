@@ -11,18 +11,36 @@ from typing import Any
 import pytest
 import torch
 
+from qserve.kernels.lora_slots import LoraTiles
 from qserve.kernels.ops import Lora
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton.executor import TritonExecutor
+from qserve.kernels.triton.lora import PreparedLora
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from tests.adapters import write_adapter
 from tests.kernels.test_lora import slots_of, step_of
 from tests.kernels.triton.test_gpu_engine import ACTIVATIONS, DEVICE
+from tests.ptx_emulator import driver
 from tests.runtime.test_lora import CONFIG, PROMPTS, SHAPES, answers
 
 pytestmark = pytest.mark.gpu
 PARTS = [(0, 256), (256, 64), (320, 64)]
+
+
+@pytest.fixture(autouse=True)
+def known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator lets kernels touch their arguments alone, and these find matrices by addresses in a table."""
+    held: list[torch.Tensor] = []
+    moved = PreparedLora._moved
+
+    def noted(self: PreparedLora, tiles: LoraTiles) -> LoraTiles:
+        made = moved(self, tiles)
+        held.extend((made.a, made.b))
+        return made
+
+    monkeypatch.setattr(PreparedLora, "_moved", noted)
+    monkeypatch.setattr(driver, "BY_ADDRESS", held)
 
 
 @pytest.fixture(scope="module")
