@@ -100,10 +100,15 @@ class Engine:
         self.kernels, self.notes, self._gpu, self._ranks = loaded.kernels, loaded.notes, loaded.gpu, loaded.ranks
         self._pipeline = loaded.pipeline
         self.adapters = AdapterPool(loaded.lora, loaded.gpu.available if loaded.gpu else available_memory)
-        for name, path in config.lora_modules:
-            self.adapters.add(name, path, self.adapters.read(path))
         self.vocab_size, self.max_model_len = loaded.limits.vocab_size, loaded.limits.max_model_len
-        self.offload = Offload(source, config, loaded) if config.offload_memory else None
+        try:
+            for name, path in config.lora_modules:
+                self.adapters.add(name, path, self.adapters.read(path))
+            self.offload = Offload(source, config, loaded) if config.offload_memory else None
+        except BaseException:
+            if self._ranks:
+                self._ranks.stop()
+            raise
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=self.max_model_len,
@@ -265,6 +270,7 @@ class Engine:
                     if not choice.sequence.is_finished}  # it may have ended since the step began
             began, self._landed = max(flight.began, self._landed), self._clock()
             if self.offload:
+                self.offload.begin(flight.transfers)
                 self.offload.landed(flight.plan, self._landed - began)
             if self.drafter is not None and flight.plan.is_decode:
                 self.drafter.timed(flight.plan.num_tokens, self._landed - began)
@@ -305,6 +311,8 @@ class Engine:
             for flight in flights[len(flights) - uncommitted :]:
                 self.scheduler.commit(flight.plan, {})
             if self.offload:
+                for flight in flights:
+                    self.offload.drop(flight.transfers)
                 self.scheduler.forget()
             raise
 
@@ -314,8 +322,7 @@ class Engine:
             self.offload.settle()
         plan = self.scheduler.schedule(now, self._drafts())
         if plan is None:
-            if self.offload:
-                self.offload.begin(self.scheduler.transfers())
+            self._transfer()
             return False
         sampling = [planned for planned in plan.sequences if planned.num_sampled]
         choices = [self._choices[planned.request_id] for planned in sampling]
@@ -331,11 +338,18 @@ class Engine:
             if isinstance(self.drafter, Eagle3Drafter) and flight.output.hidden:
                 requests = {each.request_id: each for each in self.scheduler.running()}
                 self.drafter.saw(plan, requests, flight.output.hidden)
-            if self.offload:
-                self.offload.begin(self.scheduler.transfers())
+            self._transfer()
             if self.overlaps:
                 flight.choose()
         return True
+
+    def _transfer(self) -> None:
+        """Let the disk begin what it may once the plans made so far have copied blocks. The stages of a pipeline have
+        done that when the last of them has landed."""
+        if self.offload and self._pipeline and self._flights:
+            self._flights[-1].transfers += self.scheduler.transfers()
+        elif self.offload:
+            self.offload.begin(self.scheduler.transfers())
 
     def _take_rows(self, key: str, start: int, rows: Tensor) -> None:
         """The runner's prompt sink."""
@@ -388,10 +402,12 @@ class Engine:
     def close(self) -> None:
         """Keep the KV cache on disk, where there is one, for the next engine, and end the other ranks. This engine must
         not be used any more."""
-        if self.offload:
-            self.offload.close(self.scheduler.blocks.findable())
-        if self._ranks:
-            self._ranks.stop()
+        try:
+            if self.offload:
+                self.offload.close(None if self.failure else self.scheduler.blocks.findable())
+        finally:
+            if self._ranks:
+                self._ranks.stop()
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()

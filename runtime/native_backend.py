@@ -7,6 +7,7 @@ from dataclasses import replace
 from socket import socket
 
 import torch
+from torch import Tensor
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
@@ -42,6 +43,7 @@ from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.pipeline_runner import PipelineRunner
 from qserve.runtime.parallel.rank_adapters import RankAdapters
 from qserve.runtime.parallel.rank_processes import RankProcesses, RankTask
+from qserve.runtime.parallel.ranks_runner import RanksRunner, share_slots
 from qserve.runtime.parallel.runner import ParallelRunner
 from qserve.runtime.parallel.shard import Shard
 from qserve.runtime.parallel.stage import Stage, divide
@@ -97,7 +99,7 @@ class NativeBackend:
             tuple(notes),
             GpuMemory(executor.placement.device) if executor.placement.device.type == "cuda" else None,
             adapters,
-            runner.processes if isinstance(runner, ParallelRunner | PipelineRunner) else None,
+            runner.processes if isinstance(runner, RanksRunner) else None,
             runner if isinstance(runner, PipelineRunner) else None,
         )
 
@@ -204,22 +206,27 @@ def load_rank(
     limits: DecoderLimits,
     group: RankGroup,
     shared: SharedMemory,
+    block_bytes: Sequence[int],
     at: socket | int | None = None,
     executor: Executor | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Decoder, StepChannel | StageChannel]:
-    """The decoder of one of several ranks, and how they are told what to run. ``at``: as ``process_group.join`` takes
-    it; None where ranks share memory."""
+) -> tuple[Decoder, StepChannel | StageChannel, Tensor]:
+    """The decoder of one of several ranks, how they are told what to run, and ``share_slots``. ``block_bytes``: of a KV
+    block on each rank. ``at``: as ``process_group.join`` takes it; None where ranks share memory."""
     executor = executor or _executor(source, config, group.ranks.rank)
     if at is not None:
         native.meeting(group.ranks)()  # here a rank that has ended is noticed, and there it is waited for
         process_group.join(group.ranks, executor.placement.device, at)
     decoder = _decoder(_held(source, executor), config, executor, limits, progress, group=group)
     groups = len(decoder.layout.groups)
+    channel: StepChannel | StageChannel
     if group.stage.size > 1:
-        slots = 0 if decoder.lora is None else decoder.lora.count
-        return decoder, StageChannel(shared, group, limits, groups, decoder.config.hidden_size, slots)
-    return decoder, StepChannel(shared, group, limits, groups)
+        adapters = 0 if decoder.lora is None else decoder.lora.count
+        channel = StageChannel(shared, group, limits, groups, decoder.config.hidden_size, adapters)
+    else:
+        channel = StepChannel(shared, group, limits, groups)
+    count = config.offload_memory // sum(block_bytes)
+    return decoder, channel, share_slots(shared, decoder, block_bytes, group.ranks.rank, count)
 
 
 def _executor(source: ModelSource, config: EngineConfig, rank: int) -> Executor:
@@ -288,16 +295,21 @@ def _load_ranks(
     in_floats = isinstance(source, GGUFFile) and source.in_floats
     at = process_group.listen() if exchange != "memory" else None
     port = None if at is None else at.getsockname()[1]
-    tasks = [RankTask(str(source.path), in_floats, config, limits, memory, exchange, port, *part) for part in parts]
+    kv_dtype = cache_dtype(config.kv_cache_dtype, source)
+    every = sorted([*parts, (shard, stage)], key=lambda part: max(part[0].rank, part[1].rank))
+    layouts = [cache_layout(model_config, RankGroup(part[0], stage=part[1])) for part in every]
+    blocks = tuple(layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for layout in layouts)
+    path = str(source.path)
+    tasks = [RankTask(path, in_floats, config, limits, memory, blocks, exchange, port, *part) for part in parts]
     processes = RankProcesses(tasks, shared.fd, group.give_up, group.leave)
     try:
         with processes.explained():
-            decoder, channel = load_rank(source, config, limits, group, shared, at, executor, progress)
+            decoder, channel, slots = load_rank(source, config, limits, group, shared, blocks, at, executor, progress)
             memory, notes = settle(decoder, memory, config, progress, group)
         runner = (
-            PipelineRunner(decoder, channel, processes)
+            PipelineRunner(decoder, channel, processes, slots)
             if isinstance(channel, StageChannel)
-            else ParallelRunner(decoder, channel, processes)
+            else ParallelRunner(decoder, channel, processes, slots)
         )
         runner.wait()
     except BaseException:

@@ -17,7 +17,7 @@ from qserve.kernels.threads import torch_threads
 from qserve.runtime.backend import LoadedModel
 from qserve.runtime.block_files import BlockFiles
 from qserve.runtime.block_store import BlockStore
-from qserve.runtime.block_tiers import BlockTiers, Key, Rates, Transfer
+from qserve.runtime.block_tiers import BlockTiers, Key, Outcome, Rates, Transfer
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.runner import DecoderRunner
 from qserve.runtime.step_plan import StepPlan
@@ -32,10 +32,10 @@ class Offload:
 
     def __init__(self, source: ModelSource, config: EngineConfig, loaded: LoadedModel) -> None:
         """Raises ``CapacityError`` where memory holds no block, ``UsageError`` where the directory cannot be used."""
-        block_bytes = loaded.memory.kv_cache // loaded.memory.num_blocks
+        assert isinstance(loaded.runner, DecoderRunner), "another runner has no blocks to copy"
+        block_bytes = loaded.runner.block_bytes
         if (count := config.offload_memory // block_bytes) < 1:
             raise CapacityError(f"--kv-offload-memory {config.offload_memory} holds no KV block of {block_bytes} bytes")
-        assert isinstance(loaded.runner, DecoderRunner), "another runner has no blocks to copy"
         self._runner = loaded.runner
         self._num_blocks = loaded.cache.num_blocks
         # Computing the tokens of a block makes a block of each group.
@@ -60,6 +60,11 @@ class Offload:
     def begin(self, transfers: Iterable[Transfer]) -> None:
         self._store.begin(transfers)
 
+    def drop(self, transfers: Iterable[Transfer]) -> None:
+        """These are not begun, because the plans before them failed."""
+        for transfer in transfers:
+            self.tiers.finish(Outcome(transfer, done=False))
+
     def read(self, number: int) -> bytes:
         """What is in a block or slot. No plan that copies to it may be waiting."""
         block = self._runner.block(number).cpu().contiguous()
@@ -78,9 +83,10 @@ class Offload:
         if sum(len(each.token_ids) for each in plan.sequences if each.is_prefill) >= _PREFILL:
             self.tiers.computed(seconds / plan.num_tokens * self._block_share)
 
-    def close(self, findable: Iterable[tuple[Key, int]]) -> None:
-        """Write to disk what is in memory and what is ``findable`` in the cache, and end."""
-        self._store.close(self._rest(findable))
+    def close(self, findable: Iterable[tuple[Key, int]] | None) -> None:
+        """Write to disk what is in memory and what is ``findable`` in the cache, and end. None: write nothing, for a
+        rank has ended, and a part of every block with it."""
+        self._store.close(() if findable is None else self._rest(findable))
 
     def _rest(self, findable: Iterable[tuple[Key, int]]) -> Iterator[tuple[Key, Tensor]]:
         self.settle()

@@ -17,7 +17,7 @@ from qserve.kernels.executor import Executor, Step
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.kernels.row_sampling import RowSampling
 from qserve.runtime.device_sampler import sample_rows, there
-from qserve.runtime.models.decoder import DecoderLimits, copy_states
+from qserve.runtime.models.decoder import DecoderLimits, HoldsBlocks, block_of, copy_blocks, copy_states
 from qserve.runtime.step_arrays import StepArrays
 from qserve.runtime.step_plan import StepPlan
 
@@ -54,7 +54,7 @@ class ModelRunner(Protocol):
         ...
 
 
-class StepModel(Protocol):
+class StepModel(HoldsBlocks, Protocol):
     """What a runner needs of a model: ``Decoder`` says what each does."""
 
     limits: DecoderLimits
@@ -69,8 +69,6 @@ class StepModel(Protocol):
     def final_norm(self, step: Step, rows: Tensor) -> None: ...
     def log_softmax(self, step: Step, rows: Tensor) -> None: ...
     @property
-    def kv(self) -> Tensor: ...
-    @property
     def sequence_states(self) -> Sequence[Tensor]: ...
 
 
@@ -83,24 +81,25 @@ class DecoderRunner:
         self._rows: dict[str, int] = {}  # of the last output, by request
         # The decoder's logits and greedy tokens of so many rows.
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        self._slots = torch.empty(0)
+
+    @property
+    def block_bytes(self) -> int:
+        return block_of(self.decoder, 0).nbytes
 
     def add_slots(self, count: int) -> Tensor:
         """Number ``count`` slots in this machine's memory behind the blocks of the cache, so that plans can copy blocks
         there and back. Returns them, contiguous: [count, places, 2, …]."""
         places, pair, _, width = self.decoder.kv.shape
-        self._slots = torch.empty(count, places, pair, width, dtype=self.decoder.kv.dtype)
-        return self._slots
+        self.decoder.slots = torch.empty(count, places, pair, width, dtype=self.decoder.kv.dtype)
+        return self.decoder.slots
 
     def block(self, number: int) -> Tensor:
         """The keys and values in a block or slot: [places, 2, …]."""
-        kv = self.decoder.kv
-        return kv[:, :, number] if number < kv.shape[2] else self._slots[number - kv.shape[2]]
+        return block_of(self.decoder, number)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of keys and values, in order: ``(source, destination)``."""
-        for source, destination in copies:
-            self.block(destination).copy_(self.block(source))
+        copy_blocks(self.decoder, copies)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the states of sequences, in order: ``(source, destination)``."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qserve.kernels.threads import torch_threads
+from qserve.runtime.block_tiers import Transfer
 from qserve.runtime.choice import Choice
 from qserve.runtime.runner import StepOutput
 from qserve.runtime.sampler import Sampled, chooses_as_it_is, row_sampling, sample, with_logprobs
@@ -24,7 +25,7 @@ class StepInFlight:
     ``output`` is there as soon as the step has begun. ``is_chosen``: its tokens are the chosen ones, and the next step
     may begin before they are known. ``told``: then, by row, the logits whose log-probabilities are wanted, here and no
     longer on the device, as soon as the tokens are known. ``threads`` draw on the CPU, None for all cores. ``began``:
-    seconds on the engine's clock.
+    seconds on the engine's clock. ``transfers`` of KV blocks begin when it has landed.
     """
 
     plan: StepPlan
@@ -35,6 +36,7 @@ class StepInFlight:
     told: dict[int, Tensor] = field(default_factory=dict)
     threads: int | None = None
     began: float = 0.0
+    transfers: tuple[Transfer, ...] = ()
 
     def choose(self) -> None:
         """If nobody's logits are changed first, have the tokens chosen on their device as soon as they are computed."""

@@ -42,6 +42,7 @@ class TransformersModel:
         )  # fmt: skip
         self.layout, self.sequence_states = self.attention.layout, ()
         self.hidden: tuple[Tensor, ...] = ()
+        self.slots = torch.empty(0)
         self._products = Products(executor, self.parameters, limits.max_tokens)
         self._load(progress)
         self.logits = torch.zeros(limits.max_logits, found.vocab_size)

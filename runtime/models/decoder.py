@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,7 +65,8 @@ class Decoder:
 
     ``kv_dtype``: float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
 
-    ``lora``: gets the places where adapters act.
+    ``lora``: gets the places where adapters act. ``slots`` [slots, places, 2, …], in this machine's memory, are
+    numbered behind the blocks of the cache (``block_of``).
 
     ``fallbacks``: the operations for which the executor has no kernel, as ``registry.fallbacks`` names them.
 
@@ -91,7 +93,7 @@ class Decoder:
         stage = group.stage
         layers, tokens, rows = stage.layers(config.num_hidden_layers), limits.max_tokens, limits.max_logits
         self.executor, self.placement = executor, executor.placement
-        self._kv_dtype = kv_dtype
+        self._kv_dtype, self.slots = kv_dtype, torch.empty(0)
         self._pages: list[tuple[Tensor, ...]] = []
         self.resize_cache(limits.num_blocks)
         device = self.placement.device
@@ -162,11 +164,6 @@ class Decoder:
         """Turn the logits just computed into log-probabilities, in place."""
         self._log_softmax.run(replace(step, logit_rows=rows))
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of the cache, in order: ``(source, destination)``."""
-        for source, destination in copies:
-            self.kv[:, :, destination].copy_(self.kv[:, :, source])
-
     def resize_cache(self, num_blocks: int) -> None:
         """Make a cache of ``num_blocks`` with undefined content. After the load only an executor that asks for the
         cache's address in every run sees it: that of a GPU."""
@@ -187,6 +184,27 @@ def cache_layout(config: DecoderConfig, group: RankGroup) -> CacheLayout:
     delta = config.delta.part(group.shard) if config.delta is not None else None
     own = replace(config, num_key_value_heads=len(keys), delta=delta)
     return own.cache_layout.part(group.stage.layers(config.num_hidden_layers))
+
+
+class HoldsBlocks(Protocol):
+    """Has a cache [places, 2, blocks, …] and slots behind it [slots, places, 2, …]."""
+
+    slots: Tensor
+
+    @property
+    def kv(self) -> Tensor: ...
+
+
+def block_of(model: HoldsBlocks, number: int) -> Tensor:
+    """The keys and values in a block or slot: [places, 2, …]."""
+    kv = model.kv
+    return kv[:, :, number] if number < kv.shape[2] else model.slots[number - kv.shape[2]]
+
+
+def copy_blocks(model: HoldsBlocks, copies: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks and slots of keys and values, in order: ``(source, destination)``."""
+    for source, destination in copies:
+        block_of(model, destination).copy_(block_of(model, source))
 
 
 def copy_states(states: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:

@@ -6,37 +6,33 @@ import math
 import time
 from functools import partial
 
+from torch import Tensor
+
 from qserve.kernels.threads import torch_threads
 from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.parallel.rank_processes import RankProcesses
+from qserve.runtime.parallel.ranks_runner import RanksRunner
 from qserve.runtime.parallel.stage_channel import StageChannel
-from qserve.runtime.runner import DecoderRunner, PromptSink, StepOutput
+from qserve.runtime.runner import PromptSink, StepOutput
 from qserve.runtime.step_plan import StepPlan
 
 _MEMORY = 10.0  # seconds of steps in flight, after which what a stage did counts a third
 
 
-class PipelineRunner(DecoderRunner):
+class PipelineRunner(RanksRunner):
     """``run`` hands a plan to the first stage. The last one computes it when its output is waited for, and meanwhile
     the others go on with other plans: up to ``num_stages``, none of which has tokens that another one samples. Outputs
-    are waited for in order. ``processes`` are the other ranks; where one has ended, methods raise ``RankLost`` and say
-    which.
+    are waited for in order.
     """
 
-    def __init__(self, decoder: Decoder, channel: StageChannel, processes: RankProcesses) -> None:
-        super().__init__(decoder)
-        self.processes = processes
+    def __init__(self, decoder: Decoder, channel: StageChannel, processes: RankProcesses, slots: Tensor) -> None:
+        super().__init__(decoder, channel, processes, slots)
         self.num_stages = len(channel.busy)
         self._model, self._channel = decoder, channel
         self._since = 0.0  # in flight until then
         self._seconds = 0.0  # with a step in flight; they and ``_worked`` fade
         self._worked = channel.busy * 0
         self._counted = channel.busy * 0
-
-    def wait(self) -> None:
-        """Return when every rank is loaded."""
-        with self.processes.explained():
-            self._channel.wait()
 
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         if not self._channel.num_in_flight:
@@ -46,6 +42,11 @@ class PipelineRunner(DecoderRunner):
             number = self._channel.publish(steps, plan.copies, plan.state_copies, self._model)
         logits, greedy = self._first_rows(len(plan.rows))
         return StepOutput(plan.rows, logits, greedy, partial(self._finish, number, plan, prompt_sink))
+
+    def block(self, number: int) -> Tensor:
+        while self._channel.num_in_flight:  # nobody waits for them any more
+            self._channel.run(self._model)
+        return super().block(number)
 
     def idle_ratios(self) -> tuple[float, ...]:
         """For each stage the share of the time, 0 to 1, in which it had nothing to compute although a step was in

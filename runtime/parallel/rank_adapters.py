@@ -8,37 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from pydantic import TypeAdapter
-
-from qserve.checkpoint.errors import CheckpointError
-from qserve.checkpoint.lora import LoraAdapter, read_adapter
+from qserve.checkpoint.lora import LoraAdapter
 from qserve.runtime.models.lora_layers import LaidOut, LoraLayers
-
-
-@dataclass(frozen=True)
-class AdapterOrder:
-    """What the other ranks are asked to read, and to keep as ``number`` until it gets a slot. ``gone``: the numbers of
-    those that never get one."""
-
-    number: int
-    path: str
-    sha256: str
-    gone: tuple[int, ...] = ()
-
-    def obey(self, layers: LoraLayers) -> None:
-        """Raises ``CheckpointError`` where the files are no longer those that the first rank has read."""
-        for number in self.gone:
-            layers.waiting.pop(number, None)
-        adapter = read_adapter(Path(self.path), layers.shapes, max_rank=layers.max_rank)
-        if adapter.sha256 != self.sha256:
-            raise CheckpointError(f"{self.path} was changed while it was read; load it again")
-        layers.waiting[self.number] = layers.lay_out(adapter)
-
-
-ORDER = TypeAdapter(AdapterOrder)
-"""Reads and writes an order as a line of JSON."""
+from qserve.runtime.parallel.rank_orders import RankOrder, ReadAdapter
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +26,7 @@ class RankAdapters:
     def __init__(
         self,
         layers: LoraLayers,
-        ask: Callable[[bytes], None],
+        ask: Callable[[RankOrder], None],
         change: Callable[[int, int], None],
         *,
         changes_own: bool,
@@ -76,8 +49,8 @@ class RankAdapters:
                 self._unplaced.pop(number, None)
             number = next(self._numbers)
             try:
-                order = AdapterOrder(number, str(adapter.path.absolute()), adapter.sha256, tuple(gone))
-                self._ask(ORDER.dump_json(order))
+                order = ReadAdapter(number, str(adapter.path.absolute()), adapter.sha256, tuple(gone))
+                self._ask(order)
             except BaseException:
                 self._gone.append(number)  # some may have it
                 raise

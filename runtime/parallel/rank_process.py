@@ -18,7 +18,7 @@ from qserve.kernels.ranks import RankLost
 from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.native_backend import load_rank, settle
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
-from qserve.runtime.parallel.rank_adapters import ORDER
+from qserve.runtime.parallel.rank_orders import ORDER
 from qserve.runtime.parallel.rank_processes import ANSWER, TASK, Answer
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,8 @@ def main() -> None:
 
     def obey() -> None:
         for line in lines:  # until the other end is gone
-            layers = decoders[0].lora
-            assert layers is not None
             try:
-                ORDER.validate_json(line).obey(layers)
+                ORDER.validate_json(line).obey(decoders[0])
                 say(Answer())
             except QServeError as error:
                 say(Answer(str(error)))
@@ -50,7 +48,7 @@ def main() -> None:
         memory = SharedMemory(int(sys.argv[2]))
         group = RankGroup(task.shard, memory, task.stage, task.exchange)
         source = open_model(task.model, offline=True, in_floats=task.in_floats)
-        decoder, channel = load_rank(source, task.config, task.limits, group, memory, task.port)
+        decoder, channel, _ = load_rank(source, task.config, task.limits, group, memory, task.block_bytes, task.port)
         decoders.append(decoder)
         settle(decoder, task.memory, task.config, group=group)
         gc.collect()

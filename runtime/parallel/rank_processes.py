@@ -21,6 +21,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.decoder import DecoderLimits
 from qserve.runtime.parallel.group import Exchange
+from qserve.runtime.parallel.rank_orders import ORDER, RankOrder
 from qserve.runtime.parallel.shard import Shard
 from qserve.runtime.parallel.stage import Stage
 
@@ -32,14 +33,15 @@ _GRACE = 5.0  # seconds in which a process must end that was told to
 @dataclass(frozen=True)
 class RankTask:
     """What a rank needs to load its part, a ``shard`` or a ``stage``. ``model``: the path of the checkpoint.
-    ``in_floats``: a GGUF file stays so. ``memory``: as it was planned. ``port``: that of the first rank, where
-    ranks do not share memory."""
+    ``in_floats``: a GGUF file stays so. ``memory``: as it was planned. ``block_bytes``: of a KV block on each rank.
+    ``port``: that of the first rank, where ranks do not share memory."""
 
     model: str
     in_floats: bool
     config: EngineConfig
     limits: DecoderLimits
     memory: MemoryPlan
+    block_bytes: tuple[int, ...]
     exchange: Exchange
     port: int | None
     shard: Shard
@@ -116,15 +118,15 @@ class RankProcesses:
         except RankLost:
             raise RankLost(self.failure or "the other ranks of the model have been ended") from None
 
-    def ask(self, order: bytes) -> None:
-        """Give every rank a line to read, and wait until all have done what it says. Any thread may ask.
+    def ask(self, order: RankOrder) -> None:
+        """Give every rank an order, and wait until all have done what it says. Any thread may ask.
 
         Raises ``CheckpointError`` with the reason where one could not, ``RankLost`` where one has ended.
         """
         with self._asking:
             for _, ours in self._processes:
                 with contextlib.suppress(OSError):  # it has ended, as its watch says
-                    ours.sendall(order + b"\n")
+                    ours.sendall(ORDER.dump_json(order) + b"\n")
             found = [answers.get() for answers in self._answers]
         for answer, answers in zip(found, self._answers):
             if answer.ended:

@@ -11,8 +11,9 @@ from torch import Tensor
 from qserve.kernels.executor import Step
 from qserve.runtime.models.decoder import Decoder
 from qserve.runtime.parallel.rank_processes import RankProcesses
+from qserve.runtime.parallel.ranks_runner import RanksRunner
 from qserve.runtime.parallel.step_channel import StepChannel
-from qserve.runtime.runner import DecoderRunner, PromptSink, StepOutput
+from qserve.runtime.runner import PromptSink, StepOutput
 from qserve.runtime.step_plan import StepPlan
 
 
@@ -24,7 +25,7 @@ class _FirstRank:
         self.limits, self.executor = decoder.limits, decoder.executor
         self.logits, self.greedy, self.states = decoder.logits, decoder.greedy, decoder.states
         self.hidden = decoder.hidden
-        self.sequence_states = decoder.sequence_states
+        self.sequence_states, self.slots = decoder.sequence_states, decoder.slots
         self.final_norm, self.log_softmax = decoder.final_norm, decoder.log_softmax  # of what this rank has as a whole
 
     @property
@@ -40,19 +41,12 @@ class _FirstRank:
         self._decoder.head(step, rows)
 
 
-class ParallelRunner(DecoderRunner):
-    """``processes`` are the other ranks, which follow ``channel``. Its methods raise ``RankLost``, with the reason,
-    where one has ended."""
+class ParallelRunner(RanksRunner):
+    """Each rank has a part of every layer."""
 
-    def __init__(self, decoder: Decoder, channel: StepChannel, processes: RankProcesses) -> None:
-        super().__init__(_FirstRank(decoder, channel))
-        self.processes = processes
+    def __init__(self, decoder: Decoder, channel: StepChannel, processes: RankProcesses, slots: Tensor) -> None:
+        super().__init__(_FirstRank(decoder, channel), channel, processes, slots)
         self._channel = channel
-
-    def wait(self) -> None:
-        """Return when every rank is loaded."""
-        with self.processes.explained():
-            self._channel.wait()
 
     def run(self, plan: StepPlan, prompt_sink: PromptSink) -> StepOutput:
         with self.processes.explained():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qserve.kernels import native
 from qserve.kernels.executor import Step
-from qserve.runtime.models.decoder import Decoder, DecoderLimits, copy_states
+from qserve.runtime.models.decoder import Decoder, DecoderLimits, copy_blocks, copy_states
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.step_memory import StepMemory
 
@@ -43,8 +43,9 @@ class StageChannel:
         self._stage = stage = group.stage
         self._meet = native.meeting(group.ranks)
         self._arrive, self._wait_for_turn = native.handing_on(group.ranks)
-        # Each running request, and each that is admitted, may copy a block of each group.
-        most = 2 * (limits.num_blocks + groups * limits.max_logits)
+        # Each running request, and each that is admitted, may copy a block of each group. Every block of the cache may
+        # go to a slot, and come back from one.
+        most = 2 * (2 * limits.num_blocks + groups * limits.max_logits)
         self._slots = [
             _Slot(
                 StepMemory(memory, limits, groups),
@@ -115,7 +116,7 @@ class StageChannel:
         *shape, copies, state_copies, adapters = slot.order.tolist()
         steps = slot.step.read(tuple(shape))
         rows = slice(0, steps[0].tokens)
-        decoder.copy_blocks(slot.copies[:copies].tolist())
+        copy_blocks(decoder, slot.copies[:copies].tolist())
         copy_states(decoder.sequence_states, slot.state_copies[:state_copies].tolist())
         for adapter_slot, adapter in slot.adapters[:adapters].tolist():
             assert decoder.lora is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 from qserve.kernels import native
 from qserve.kernels.executor import Step
 from qserve.kernels.ranks import RankLost
-from qserve.runtime.models.decoder import Decoder, DecoderLimits, copy_states
+from qserve.runtime.models.decoder import Decoder, DecoderLimits, copy_blocks, copy_states
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.step_memory import StepMemory
 
@@ -87,7 +87,7 @@ class StepChannel:
             elif order == _HEAD:
                 decoder.head(steps[0], steps[0].logit_rows if shape[0] < 0 else self._rows[: shape[0]])
             elif order == _COPY:
-                decoder.copy_blocks(self._copies[: shape[0]].tolist())
+                copy_blocks(decoder, self._copies[: shape[0]].tolist())
             elif order == _ADAPTER:
                 assert decoder.lora is not None
                 decoder.lora.change(*shape[:2])

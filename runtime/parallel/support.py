@@ -22,7 +22,7 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
     size, asked, shards = config.num_ranks, option(config), config.tensor_parallel_size > 1
     on_gpus = executor.name == "triton"
     others = {
-        "--kv-offload-memory, --kv-offload-dir and --kv-transfer": bool(config.offload_memory),
+        "--kv-transfer": config.kv_transfer and config.pipeline_parallel_size > 1,
         "a model that is changed as it is read": type(source) not in (HFDirectory, GGUFFile),
         f"norms of all heads together, as {model.model_type} has them,": shards and model.family.qk_norm == "all",
         "--autotune": config.autotune,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qserve.checkpoint.errors import CapacityError, UsageError
+from qserve.kernels.ranks import RankLost
 from qserve.runtime.block_files import BlockFiles
 from qserve.runtime.block_store import BlockStore
 from qserve.runtime.block_tiers import BlockTiers, Key, Outcome, Rates, Transfer
@@ -272,14 +274,18 @@ def answers(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[tuple[i
 
 
 def tiered(model: Path, **options: object) -> Engine:
-    config = EngineConfig(max_model_len=256, threads=1, kv_cache_memory=CACHE, **options)  # type: ignore[arg-type]
+    config = EngineConfig(**{"max_model_len": 256, "threads": 1, "kv_cache_memory": CACHE, **options})  # type: ignore[arg-type]
     return Engine(str(model), config)
 
 
-def test_what_came_back_has_the_bits_that_were_computed(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_what_came_back_has_the_bits_that_were_computed(
+    tiny_model: Path, tmp_path: Path, ranks: dict[str, int]
+) -> None:
+    """With several ranks each copies its part of a block, and a file has all of them."""
     want, _ = answers(Engine(str(tiny_model), EngineConfig(max_model_len=256, threads=1)), PROMPTS)
     folder = str(tmp_path / "kv")
-    with_disk = tiered(tiny_model, kv_offload_memory=1 << 20, kv_offload_dir=folder)
+    with_disk = tiered(tiny_model, kv_offload_memory=1 << 20, kv_offload_dir=folder, **ranks)
     for round in range(2):
         got, cached = answers(with_disk, PROMPTS)  # at once: they preempt each other
         assert got == want
@@ -288,16 +294,18 @@ def test_what_came_back_has_the_bits_that_were_computed(tiny_model: Path, tmp_pa
     assert stats.offload is not None and stats.offload.loaded > 20 and stats.num_preemptions > 0
     assert "evicted blocks" in "".join(with_disk.memory.lines())
     with pytest.raises(UsageError, match="in use"):
-        tiered(tiny_model, kv_offload_dir=folder)
+        tiered(tiny_model, kv_offload_dir=folder, **ranks)
     with_disk.close()
 
-    restarted = tiered(tiny_model, kv_offload_memory=1 << 20, kv_offload_dir=folder)
+    restarted = tiered(tiny_model, kv_offload_memory=1 << 20, kv_offload_dir=folder, **ranks)
     assert answers(restarted, PROMPTS[:2]) == (want[:2], [96, 96])
     use = restarted.stats().offload
     assert use is not None and use.read >= 12 and use.failed == 0
     restarted.close()
+    if ranks:
+        return
 
-    other_dtype = tiered(tiny_model, kv_offload_dir=folder, kv_cache_dtype="bf16")
+    other_dtype = tiered(tiny_model, kv_offload_dir=folder, kv_cache_dtype="bf16", **ranks)
     assert answers(other_dtype, PROMPTS[:1])[1] == [0], "other bits lie under another name"
     other_dtype.close()
 
@@ -305,11 +313,27 @@ def test_what_came_back_has_the_bits_that_were_computed(tiny_model: Path, tmp_pa
         whole = bytearray(path.read_bytes())
         whole[-1] ^= 1
         path.write_bytes(whole)
-    damaged = tiered(tiny_model, kv_offload_dir=folder)
+    damaged = tiered(tiny_model, kv_offload_dir=folder, **ranks)
     assert answers(damaged, PROMPTS[:1]) == (want[:1], [0])
     use = damaged.stats().offload
     assert use is not None and use.failed == 6
     damaged.close()
+
+
+def test_a_rank_that_dies_writes_nothing_more(tiny_model: Path, tmp_path: Path) -> None:
+    folder, ranks = str(tmp_path / "kv"), {"tensor_parallel_size": 2}
+    engine = tiered(tiny_model, kv_offload_memory=1 << 20, kv_offload_dir=folder, **ranks)
+    answers(engine, PROMPTS[:1])
+    assert engine._ranks is not None
+    os.kill(engine._ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(RankLost):
+        answers(engine, PROMPTS[:1])
+    engine.close()
+    assert not [*(tmp_path / "kv").glob("*/*.kv")]
+    again = tiered(tiny_model, kv_offload_dir=folder, **ranks)
+    assert answers(again, PROMPTS[:1])[1] == [0]
+    again.close()
+    assert [*(tmp_path / "kv").glob("*/*.kv")]
 
 
 def test_another_tenant_finds_nothing(tiny_model: Path) -> None:

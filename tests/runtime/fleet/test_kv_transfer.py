@@ -79,9 +79,11 @@ def ask(url: str, prompt: Sequence[int], key: str | None = None) -> dict[str, An
         return {"choices": content["choices"], "cached": cached, "tokens": content["usage"]["total_tokens"]}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp8"])
-def test_a_prompt_of_another_replica_comes_with_the_same_bits(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
-    with exchanging(tiny_model, tmp_path, kv_cache_dtype=dtype) as pair:
+@pytest.mark.parametrize(("dtype", "ranks"), [("fp32", 1), ("fp8", 1), ("bf16", 2)])
+def test_a_prompt_of_another_replica_comes_with_the_same_bits(
+    tiny_model: Path, tmp_path: Path, dtype: str, ranks: int
+) -> None:
+    with exchanging(tiny_model, tmp_path, kv_cache_dtype=dtype, tensor_parallel_size=ranks) as pair:
         pair.only(0)
         first = ask(pair.router.url, PROMPT)
         pair.only(1)

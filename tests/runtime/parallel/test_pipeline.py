@@ -119,7 +119,7 @@ def test_a_rank_that_dies_ends_the_engine_with_one_line(piped: Engine) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_offload_memory": 1 << 20}, "--kv-offload-dir and --kv-transfer cannot be combined"),
+        ({"kv_transfer": True}, "--kv-transfer cannot be combined"),
         ({"kernels": "reference"}, "not served by the reference kernels"),
         ({"pipeline_parallel_size": 3}, "has 2 layers, and each rank needs one"),
         ({"tensor_parallel_size": 2}, "cannot be divided by --tensor-parallel-size 2 yet"),

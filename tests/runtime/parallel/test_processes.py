@@ -113,7 +113,6 @@ def test_a_rank_that_dies_ends_the_engine_with_one_line(parallel: Engine) -> Non
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_offload_memory": 1 << 20}, "--kv-offload-dir and --kv-transfer cannot be combined"),
         ({"kernels": "reference"}, "not served by the reference kernels: choose --kernels native"),
         ({"tensor_parallel_size": 5}, "has 4 attention heads"),
         ({"backend": "transformers"}, "--tensor-parallel-size 2 is served by the native backend alone"),
