@@ -185,9 +185,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        if self.tensor_parallel_size > 1 and self.speculative_config and self.speculative_config.model is not None:
-            raise UsageError(f"--tensor-parallel-size {self.tensor_parallel_size}: a draft model cannot be combined "
-                             "with several ranks yet; use one")
         if self.pipeline_parallel_size > 1:
             asked = f"--pipeline-parallel-size {self.pipeline_parallel_size}"
             if self.tensor_parallel_size > 1:

@@ -25,6 +25,7 @@ from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.kv_scales import cache_dtype
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.native_backend import NativeBackend
+from qserve.runtime.parallel.support import of_one_rank
 from qserve.runtime.runner import DecoderRunner
 from qserve.runtime.step_plan import ScheduledSequence, StepPlan
 
@@ -85,9 +86,9 @@ class DraftModel:
         wanted = config.max_num_seqs * blocks_needed(context, BLOCK_SIZE, layout.windows)
         num_blocks = min(wanted, max(1, free // CACHE_SHARE // block_bytes))
         options = replace(
-            config, max_model_len=None, kv_cache_memory=num_blocks * block_bytes, gpu_memory_utilization=None,
-            kv_offload_memory=None, kv_offload_dir=None, kv_transfer=False, kv_cache_dtype="auto", quantization=None,
-            enable_lora=False, lora_modules=(), speculative_config=None,
+            of_one_rank(config), max_model_len=None, kv_cache_memory=num_blocks * block_bytes,
+            gpu_memory_utilization=None, kv_offload_memory=None, kv_offload_dir=None, kv_transfer=False,
+            kv_cache_dtype="auto", quantization=None, enable_lora=False, lora_modules=(), speculative_config=None,
         )  # fmt: skip
         try:
             loaded = NativeBackend().load(source, options)

@@ -29,6 +29,7 @@ from qserve.runtime.models.eagle3 import Eagle3Decoder
 from qserve.runtime.models.eagle3_config import eagle3_config
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.models.weights import Weights
+from qserve.runtime.parallel.support import rank_of_engine, threads_of
 from qserve.runtime.runner import PromptSink, StepOutput
 from qserve.runtime.step_arrays import StepArrays
 from qserve.runtime.step_plan import StepPlan
@@ -87,7 +88,8 @@ class Eagle3Head(DraftModel):
         """
         source, of = open_model(model), decoder_config(target.config, target.name)
         shape = eagle3_config(source.config, source.name, of)
-        executor = registry.make(config.kernels, config.num_threads, cpus=config.cpu_list)
+        threads, cpus = threads_of(config, rank_of_engine(config))
+        executor = registry.make(config.kernels, threads, cpus=cpus)
         if executor.placement != HOST:
             raise UsageError("an EAGLE-3 head is computed on a CPU alone: choose --kernels native, or another method "
                              "of --speculative-config")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from qserve.checkpoint.errors import CapacityError, UsageError
 from qserve.checkpoint.gguf import GGUFFile
@@ -95,6 +96,12 @@ def exchange_of(executor: Executor, source: ModelSource, model: DecoderConfig, c
         if scheme is not None and not all(scheme.can_cut(cuts[-1], cut) for cut in cuts):
             return "all-gather"
     return "all-reduce"
+
+
+def of_one_rank(config: EngineConfig) -> EngineConfig:
+    """For a model that the engine's rank computes alone, with the cores that it has."""
+    threads, cpus = threads_of(config, rank_of_engine(config))
+    return replace(config, tensor_parallel_size=1, pipeline_parallel_size=1, threads=threads, cpu_list=cpus)
 
 
 def threads_of(config: EngineConfig, rank: int) -> tuple[int | None, tuple[int, ...] | None]:

@@ -102,6 +102,21 @@ def test_nobodys_answer_changes(
         assert steps < plain[1] and engine.stats().num_accepted_tokens > 50
 
 
+def test_it_drafts_for_a_model_on_several_ranks(
+    tiny_model: Path, drafts: dict[str, Path], plain: tuple[Answers, int]
+) -> None:
+    """The rank that plans computes it alone."""
+    drafter = Eager(tiny_model, drafts["itself"], seed=1)
+    found, engine, _ = answers_of(tiny_model, drafter, tensor_parallel_size=2)
+    assert found == plain[0] and engine.stats().num_accepted_tokens > 50
+    engine.close()
+    options = {"tensor_parallel_size": 2, "speculative_config": SpeculativeConfig.of({"model": str(drafts["random"])})}
+    engine = Engine(str(tiny_model), EngineConfig(**SMALL | options))
+    assert isinstance(engine.drafter, ModelDrafter) and any("2 ranks" in note for note in engine.notes)
+    assert [each.token_ids for each in engine.generate([prompt(0, 6)], [GREEDY])]
+    engine.close()
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_nobodys_answer_changes_whatever_room_and_trust_there_is(

@@ -150,6 +150,16 @@ def test_nobodys_answer_changes(
     assert bool(engine.scheduler.num_preemptions) == ("kv_cache_memory" in config)
 
 
+def test_it_drafts_for_a_model_on_several_ranks(
+    tiny_model: Path, head: Path, plain: tuple[Answers, int]
+) -> None:
+    """The rank that plans has all of the hidden states that the head reads, and computes it alone."""
+    drafter = Eager(tiny_model, head, seed=1)
+    found, engine, _ = answers_of(tiny_model, drafter, **served(head, tensor_parallel_size=2))
+    assert found == plain[0] and engine.stats().num_draft_tokens > 50
+    engine.close()
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_nobodys_answer_changes_whatever_room_and_trust_there_is(

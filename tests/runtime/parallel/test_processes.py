@@ -23,7 +23,6 @@ from qserve.runtime.client.thread_host import ThreadHost
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.sampling import SamplingParams
-from qserve.runtime.speculative_config import SpeculativeConfig
 from tests.runtime.test_delta_net import save_hybrid
 from tests.tiny_model import save_tiny_model
 
@@ -116,7 +115,6 @@ def test_a_rank_that_dies_ends_the_engine_with_one_line(parallel: Engine) -> Non
         ({"kernels": "reference"}, "not served by the reference kernels: choose --kernels native"),
         ({"tensor_parallel_size": 5}, "has 4 attention heads"),
         ({"backend": "transformers"}, "--tensor-parallel-size 2 is served by the native backend alone"),
-        ({"speculative_config": SpeculativeConfig("draft_model", model="x")}, "a draft model cannot be combined"),
         ({"cpu_list": (0, 1, 2)}, "--cpu-list names 3 CPUs"),
     ],
 )
