@@ -129,7 +129,8 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Cast:
-    """out[r] = x[r] in the dtype of ``out``: the residual stream as the input of products, where no norm is between."""
+    """out[r] = x[r] in the dtype of ``out``: the residual stream as the input of products, where no norm is between.
+    Both may be slices of the columns of wider buffers."""
 
     x: Tensor
     out: Tensor
@@ -137,6 +138,14 @@ class Cast:
     @property
     def width(self) -> int:
         return self.x.shape[1]
+
+    @property
+    def x_stride(self) -> int:
+        return self.x.stride(0)
+
+    @property
+    def out_stride(self) -> int:
+        return self.out.stride(0)
 
 
 @dataclass(frozen=True)

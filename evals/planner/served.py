@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qserve.checkpoint.families import FAMILIES, native_families
+from qserve.checkpoint.families import native_families
 from qserve.evals.planner.quantization import KV_BYTES
 from qserve.evals.planner.replica_roofline import Layout
 from qserve.evals.planner.shape import ModelShape
-
-_NORMS_ALL_HEADS = {name for name, family in FAMILIES.items() if family.qk_norm == "all"}
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,8 @@ class Served:
         degrees = (("TP", layout.tp, self.tp), ("PP", layout.pp, self.pp))
         found += [f"{name} {wanted}" for name, wanted, most in degrees if wanted > most]
         if 1 < layout.tp <= self.tp:
-            undivided = {
-                "norms of all heads together": shape.family in _NORMS_ALL_HEADS,
-                f"{shape.kv_heads} key heads": max(shape.kv_heads, layout.tp) % min(shape.kv_heads, layout.tp) > 0,
-            }
-            found += [f"TP of {what}" for what, is_so in undivided.items() if is_so]
+            fewer, more = sorted((shape.kv_heads, layout.tp))
+            found += [f"TP of {shape.kv_heads} key heads"] if more % fewer else []
         return tuple(found)
 
 

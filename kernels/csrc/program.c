@@ -416,7 +416,7 @@ static void run_row(const struct job *job, int32_t thread, const qs_op *op, int6
                            step->positions[r], step->slots[r]);
         break;
     case QS_CAST:
-        memcpy(op->cast.out + r * op->cast.width, op->cast.x + r * op->cast.width,
+        memcpy(op->cast.out + r * op->cast.out_stride, op->cast.x + r * op->cast.x_stride,
                sizeof(float) * (size_t)op->cast.width);
         break;
     case QS_ACTIVATION: {

@@ -98,8 +98,8 @@ typedef struct { const float *x, *weight, *bias; float *out; int32_t width; floa
  * weight [heads * head_dim] and no bias. Row r starts at x + r * x_stride. */
 typedef struct { float *x; const float *weight; int32_t head_dim, heads, x_stride; float eps; } qs_head_norm;
 
-/* out[r, :] = x[r, :] */
-typedef struct { const float *x; float *out; int32_t width; } qs_cast;
+/* out[r, :] = x[r, :];  rows of both, of `width` f32, lie x_stride and out_stride apart. */
+typedef struct { const float *x; float *out; int32_t width, x_stride, out_stride; } qs_cast;
 
 /* out[r, n] = sum_k x[r, k] W[n, k] + bias[n], or added to out where `accumulate` is set.
  *

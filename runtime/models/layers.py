@@ -60,6 +60,7 @@ class Buffers:
     latent      those of latent attention, which has no qkv
     delta       those of gated delta nets, None in models without
     gates       [tokens, …]: of heads, in families that have them
+    heads       queries and keys of all ranks, where norms are of all heads together: [tokens, …] of each, and of both
     rotations   cosine and sine, float32 [positions, rotary_dim / 2], for each of the ``rope_kinds``
     q_scale     float32 [positions], or None
     hidden      [tokens, hidden_size] float32: copies of x as it is before some layers, where they are asked for
@@ -84,6 +85,7 @@ class Buffers:
     latent: LatentBuffers | None
     delta: DeltaBuffers | None
     gates: Tensor
+    heads: tuple[Tensor, Tensor, Tensor]
     rotations: dict[str | None, tuple[Tensor, Tensor]]
     q_scale: Tensor | None
     hidden: tuple[Tensor, ...]
@@ -123,6 +125,7 @@ class Buffers:
         scale = query_scale(config, positions)
         gate_up = activations(tokens, 2 * own_inner if config.family.gated else own_inner)
         in_place = not config.family.gated and (group.shard.size == 1 or group.apart)
+        divided = tokens if config.family.qk_norm == "all" and group.shard.size > 1 else 0
         behind = config.modules.attention_out_norm or config.modules.mlp_out_norm
         return cls(
             x=shared(tokens, hidden, torch.float32),
@@ -141,6 +144,10 @@ class Buffers:
             latent=LatentBuffers.allocate(config.latent, len(queries), placement, tokens) if config.latent else None,
             delta=DeltaBuffers.allocate(config.delta, placement, tokens, group) if config.delta else None,
             gates=activations(tokens, len(queries) * config.head_dim if config.family.gated_heads else 0),
+            heads=(
+                shared(divided, config.q_size), shared(divided, config.kv_size),
+                activations(divided, config.q_size + config.kv_size),
+            ),
             rotations={kind: rotation(kind) for kind in set(config.rope_kinds)},
             q_scale=None if scale is None else scale.to(device),
             hidden=tuple(torch.empty(tokens, hidden, device=device) for _ in range(hidden_layers)),
@@ -152,7 +159,7 @@ class Buffers:
         held = {id(x := getattr(self, field.name)): x for field in fields(self) if field.name != "q_scale"}
         parts = Tensor | MoeBuffers | LatentBuffers | DeltaBuffers
         own = sum(buffer.nbytes for buffer in held.values() if isinstance(buffer, parts))
-        return own + sum(buffer.nbytes for buffer in self.hidden)
+        return own + sum(buffer.nbytes for buffer in (*self.hidden, *self.heads))
 
 
 class LayerBuilder:
@@ -325,6 +332,8 @@ class LayerBuilder:
             k_norm = k_norm[keys.start * dim : keys.stop * dim]
             head_norms = [HeadNorm(q, q_norm, dim, config.rms_norm_eps), HeadNorm(k, k_norm, dim, config.rms_norm_eps)]
             q_norm = k_norm = None
+        elif norms == "all" and q_norm is not None and k_norm is not None and self._group.shard.size > 1:
+            head_norms, q_norm, k_norm = self._norms_of_all(q_norm, k_norm), None, None
         if not config.rotated[i]:
             cosine = sine = cosine.new_empty(len(cosine), 0)
         stored = config.num_key_value_heads
@@ -367,6 +376,27 @@ class LayerBuilder:
         parts = [self._attended(shard) for shard in self._group.shard.all]
         norm = config.modules.attention_out_norm
         return compute, self._to_stream(layer, config.modules.out, buffers.attended, parts, norm)
+
+    def _norms_of_all(self, q_norm: Tensor, k_norm: Tensor) -> list[Op]:
+        """Norms of all heads together, of which this rank has some: each rank writes its own for the others, norms all
+        of them, and takes its own back."""
+        config, group, dim = self._config, self._group, self._config.head_dim
+        all_queries, all_keys, normed = self._buffers.heads
+        wholes = normed.split([config.q_size, config.kv_size], 1)
+        out: list[Op] = []
+        gathers: list[Op] = []
+        back: list[Op] = []
+        begin = 0
+        for place, (weight, buffer, whole) in enumerate(zip((q_norm, k_norm), (all_queries, all_keys), wholes)):
+            heads = [shard.heads(config.num_attention_heads, config.num_key_value_heads) for shard in group.shard.all]
+            parts = [range(each[place].start * dim, each[place].stop * dim) for each in heads]
+            mine = parts[group.shard.rank]
+            own, columns = self._buffers.qkv[:, begin : begin + len(mine)], slice(mine.start, mine.stop)
+            begin += len(mine)
+            out.append(Cast(own, buffer[:, columns]))
+            gathers += group.gather(buffer, parts)
+            back += [RMSNorm(buffer, weight, whole, config.rms_norm_eps), Cast(whole[:, columns], own)]
+        return [*out, *(gathers if group.apart else gathers[:1]), *back]
 
     def _latent(self, i: int, layer: str, x: Tensor, cache: Tensor) -> tuple[list[Op], list[Op]]:
         """Like ``_attention``."""

@@ -25,7 +25,6 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
     others = {
         "--kv-transfer": config.kv_transfer and config.pipeline_parallel_size > 1,
         "a model that is changed as it is read": type(source) not in (HFDirectory, GGUFFile),
-        f"norms of all heads together, as {model.model_type} has them,": shards and model.family.qk_norm == "all",
         "--autotune": config.autotune,
     }
     for what, is_asked in others.items():

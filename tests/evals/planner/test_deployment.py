@@ -181,7 +181,6 @@ def test_what_is_divided_among_gpus_is_not_marked(model: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "lacks"),
     [
-        ({"family": "olmo2"}, "TP of norms of all heads together"),
         ({"kv_heads": 6}, "TP of 6 key heads"),
     ],
 )

@@ -157,7 +157,9 @@ def activation_case(
 
 def gather_case(gpu: Target, rows: str = "i32", *, accumulate: bool = False) -> Case:
     known = {"SCALE": 1.0, "OFFSET": 2 * accumulate, "ACCUMULATE": accumulate, "WIDTH": 4096, "BLOCK": gather.BLOCK}
-    return _case(gather.gather_kernel, f"x_ptr:bf16 rows_ptr:{rows} out_ptr:fp32", gpu, known)
+    pointers = f"x_ptr:bf16 rows_ptr:{rows} out_ptr:fp32"
+    case = _case(gather.gather_kernel, pointers, gpu, known, "stride_x:i32 stride_out:i32")
+    return replace(case, divisible=(*case.divisible, "stride_x", "stride_out"))
 
 
 def plain_cases(gpu: Target) -> dict[str, Case]:

@@ -135,6 +135,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a tied head": ("qwen3", {**test_decoder.CASES["qwen3-tied"][1], **ONE}),
     "a key head for both": ("llama", {**ONE, "num_key_value_heads": 1}),
     "norms behind sublayers": ("gemma2", GEMMA2),
+    "norms of all heads": ("olmo2", {**test_decoder.CASES["olmo2"][1], **ONE}),
     "positions and biases": ("gpt2", GPT),
     "attention and feed-forward at once": ("gptj", {**GPT, "rotary_dim": 8}),
     "experts": ("mixtral", {**ONE, "num_local_experts": 5}),

@@ -74,6 +74,7 @@ def one_thread() -> None:
 DENSE = [
     "llama", "llama-gelu", "llama-tied", "llama-biases", "mistral-window", "qwen2", "qwen3-tied", "granite",
     "gemma-mqa", "gemma2", "gemma3", "hyperclovax", "arcee", "glm", "glm4", "phi3", "cwm-layers",
+    "olmo2", "olmo2-mqa", "olmo3",
 ]  # fmt: skip
 
 
@@ -108,7 +109,8 @@ def test_families_with_parts_of_their_own(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["mixtral", "qwen2_moe", "qwen3_moe-some-layers", "glm4_moe", "dots1", "granitemoe", "granitemoeshared", "gpt_oss"],
+    ["mixtral", "qwen2_moe", "qwen3_moe-some-layers", "glm4_moe", "dots1", "granitemoe", "granitemoeshared", "gpt_oss",
+     "olmoe"],
 )
 def test_experts(case: str, tmp_path: Path) -> None:
     test_moe.make(case).save_pretrained(tmp_path)
