@@ -3,10 +3,11 @@
 ``python whole_model.py OUT.json [--limit SECONDS] [--tiny]``. Every line is one model, precision and batch: the median
 time of a decode step (graph replays, and the copies before and after them) or of a prefill, its tokens per second, the
 share of the roofline (bytes over the rate of a copy or operations over that of a large product, both measured first),
-and how it compares with transformers, whose static batches run last for each model. All layers read weights of the
-same content from memory of their own. What does not fit the memory is said to be so, and OUT is written after every
-model and precision. ``--profile`` prints besides which kernels a step consists of, and what each takes. ``--tiny``
-goes through Triton's interpreter on the CPU and proves that it runs, nothing else.
+and how it compares with transformers, whose static batches run last for each model. With 4-bit weights decodes are also
+measured where all requests have one LoRA adapter of rank 16 of all linears, and where each has its own. All layers read
+weights of the same content from memory of their own. What does not fit the memory is said to be so, and OUT is written
+after every model and precision. ``--profile`` prints besides which kernels a step consists of, and what each takes.
+``--tiny`` goes through Triton's interpreter on the CPU and proves that it runs, nothing else.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from qserve.kernels.executor import Step
 from qserve.kernels.triton.tuning.stopwatch import Stopwatch
 from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
+from qserve.runtime.models.lora_layers import LoraLayers
+from tests.adapters import random_adapter
 from tests.kernels.triton import static_batching
 from tests.kernels.triton.bounds import floor, lacking, weight_bytes
 from tests.kernels.triton.random_model import PRECISIONS, RandomModel, forget, shape_of
@@ -55,6 +58,7 @@ class Work:
 
 
 TINY = Work(20, (1, 2), ((2, 12),), 1, 4)
+RANK, MOST_ADAPTERS = 16, 32
 
 
 def synchronize() -> None:
@@ -137,7 +141,13 @@ def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: 
     tokens = max([most, *(count * length for count, length in prompts)])
     longest = max(length for _, length in fitting) + 16
     sizes = DecoderLimits(tokens, most, longest, blocks)
-    decoder = Decoder(RandomModel(shape, spec, device), config, executor, sizes, kv_dtype=kv_dtype)
+    adapts = precision == "w4a16" and weights < 16 << 30  # to lay out larger ones takes the time of a measurement
+    lora = LoraLayers(min(most, MOST_ADAPTERS), RANK) if adapts else None
+    decoder = Decoder(RandomModel(shape, spec, device), config, executor, sizes, kv_dtype=kv_dtype, lora=lora)
+    if lora is not None:
+        laid_out = lora.lay_out(random_adapter(lora.shapes, RANK, 0.001))
+        for slot in range(lora.count):  # each gets memory of its own there
+            lora.put(slot, laid_out)
     forget()
     registry.settle(executor)
     decoder.kv.view(torch.uint8).zero_()  # what was never written may be NaN
@@ -165,7 +175,11 @@ def measure(name: str, shape: dict[str, Any], precision: str, work: Work, roof: 
     for count, length in prompts:
         yield line("prefill", step_of(0, length, count, blocks), length, count)
     for count, length in requests:
-        yield line("decode", step_of(length - 1, 1, count, blocks), length, count)
+        step = step_of(length - 1, 1, count, blocks)
+        yield line("decode", step, length, count)
+        for adapters in () if lora is None else sorted({1, min(count, lora.count)}):
+            slots = torch.arange(count, dtype=torch.int32) % adapters
+            yield line(f"decode, {adapters} LoRA", replace(step, adapters=slots), length, count)
 
 
 def compared(results: list[dict[str, Any]]) -> None:
@@ -182,7 +196,7 @@ def text(row: dict[str, Any]) -> str:
     if "skipped" in row:
         return f"{begin} skipped: {row['skipped']}"
     peer = f"  {row['against_transformers']:>6.2f}x transformers" if "against_transformers" in row else ""
-    what = f"{row['kind']:<8} x{row['batch']:<4} of {row['context']:<6}"
+    what = f"{row['kind']:<15} x{row['batch']:<4} of {row['context']:<6}"
     return (f"{begin} {what} {row['tokens_per_second']:>10.1f} tok/s"
             f"  {row['share_of_roofline']:>6.1%} of the roofline{peer}")  # fmt: skip
 
