@@ -271,6 +271,7 @@ class Engine:
             began, self._landed = max(flight.began, self._landed), self._clock()
             if self.offload:
                 self.offload.begin(flight.transfers)
+                flight.transfers = ()
                 self.offload.landed(flight.plan, self._landed - began)
             if self.drafter is not None and flight.plan.is_decode:
                 self.drafter.timed(flight.plan.num_tokens, self._landed - began)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class RankAdapters:
         self,
         layers: LoraLayers,
         ask: Callable[[RankOrder], None],
-        change: Callable[[int, int], None],
+        change: Callable[[int, int], int],
         *,
         changes_own: bool,
     ) -> None:
@@ -38,12 +39,12 @@ class RankAdapters:
         self._numbers = itertools.count()
         # Of those without a slot: where nobody holds one any more, the other ranks need not either.
         self._unplaced: dict[int, weakref.finalize[[int], _Numbered]] = {}
-        self._gone: list[int] = []
+        self._gone: deque[int] = deque()
 
     def lay_out(self, adapter: LoraAdapter) -> LaidOut:
         """On every rank. Raises ``CheckpointError`` where another one cannot."""
         with self._laying_out:
-            gone, self._gone = self._gone, []
+            gone = [self._gone.popleft() for _ in range(len(self._gone))]
             for number in gone:
                 self._layers.waiting.pop(number, None)
                 self._unplaced.pop(number, None)
@@ -56,11 +57,8 @@ class RankAdapters:
                 raise
             own = self._layers.waiting[number] = self._layers.lay_out(adapter)
             numbered = _Numbered(own.sha256, own.matrices, number)
-            self._unplaced[number] = weakref.finalize(numbered, self._forget, number)
+            self._unplaced[number] = weakref.finalize(numbered, self._gone.append, number)
         return numbered
-
-    def _forget(self, number: int) -> None:
-        self._gone.append(number)
 
     def put(self, slot: int, adapter: LaidOut) -> None:
         """Fill a slot, between two steps."""
@@ -73,6 +71,7 @@ class RankAdapters:
         self._all(slot, -1)
 
     def _all(self, slot: int, number: int) -> None:
-        self._change(slot, number)
+        if (unseen := self._change(slot, number)) >= 0:
+            self._gone.append(unseen)
         if not self._changes_own:
             self._layers.change(slot, number)

@@ -34,6 +34,12 @@ def main() -> None:
     def say(answer: Answer) -> None:
         sock.sendall(ANSWER.dump_json(answer) + b"\n")
 
+    def end(error: BaseException) -> None:
+        if not isinstance(error, QServeError):
+            logger.error("rank %d failed", task.rank, exc_info=error)
+        say(Answer(str(error) if isinstance(error, QServeError) else f"{type(error).__name__}: {error}", ended=True))
+        os._exit(1)
+
     def obey() -> None:
         for line in lines:  # until the other end is gone
             try:
@@ -41,6 +47,8 @@ def main() -> None:
                 say(Answer())
             except QServeError as error:
                 say(Answer(str(error)))
+            except BaseException as error:
+                end(error)
         os._exit(0)
 
     threading.Thread(target=obey, daemon=True).start()
@@ -59,10 +67,7 @@ def main() -> None:
     except RankLost:  # the engine says which
         pass
     except BaseException as error:
-        if not isinstance(error, QServeError):
-            logger.exception("rank %d failed", task.rank)
-        say(Answer(str(error) if isinstance(error, QServeError) else f"{type(error).__name__}: {error}", ended=True))
-        os._exit(1)
+        end(error)
     # Not from here: the engine knows which rank has ended, and takes the end of this one for its own.
     threading.Event().wait()
 

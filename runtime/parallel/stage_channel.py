@@ -77,10 +77,12 @@ class StageChannel:
         """Return when every rank has come here: all are loaded. It is the first turn of each."""
         self._meet()
 
-    def change_adapter(self, slot: int, number: int) -> None:
+    def change_adapter(self, slot: int, number: int) -> int:
         """Let every stage, before it runs the next step that is published, fill a slot with the adapter that it has
-        read as ``number``, or empty it (-1)."""
+        read as ``number``, or empty it (-1). Returns the number of one that was to fill it and now does not, or -1."""
+        before = self._adapters.get(slot, -1)
         self._adapters[slot] = number
+        return before
 
     def publish(
         self, steps: Sequence[Step], copies: Sequence[tuple[int, int]], state_copies: Sequence[tuple[int, int]],

@@ -52,10 +52,12 @@ class StepChannel:
         """Let the others copy states of sequences: ``(source, destination)``, in order."""
         self._send(_COPY_STATES, copies)
 
-    def change_adapter(self, slot: int, number: int) -> None:
-        """Let the others fill a slot with the adapter that they have read as ``number``, or empty it (-1)."""
+    def change_adapter(self, slot: int, number: int) -> int:
+        """Let the others fill a slot with the adapter that they have read as ``number``, or empty it (-1). Returns -1:
+        see ``StageChannel``."""
         self._meet()
         self._publish(_ADAPTER, slot, number)
+        return -1
 
     def _send(self, order: int, copies: Sequence[tuple[int, int]]) -> None:
         for first in range(0, len(copies), len(self._copies)):

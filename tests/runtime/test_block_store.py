@@ -363,6 +363,26 @@ def test_after_a_failed_step_nothing_is_found(tiny_model: Path, monkeypatch: pyt
     assert answers(engine, PROMPTS[:1]) == (want[:1], [0])
 
 
+def test_what_a_failed_step_of_a_pipeline_would_have_written_is_not_written(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"kv_offload_memory": 1 << 20, "kv_offload_dir": str(tmp_path / "kv"), "pipeline_parallel_size": 2}
+    engine = tiered(tiny_model, **options)
+    want, _ = answers(engine, PROMPTS)
+    read_out, calls = engine.runner._read_out, iter(range(1000))  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        fails = lambda *args: 1 / 0 if next(calls) == 9 else read_out(*args)  # noqa: E731
+        patch.setattr(engine.runner, "_read_out", fails)
+        with pytest.raises(ZeroDivisionError):
+            answers(engine, PROMPTS[::-1])
+    engine.check()
+    assert answers(engine, PROMPTS)[0] == want
+    engine.close()
+    again = tiered(tiny_model, **options)
+    assert answers(again, PROMPTS)[0] == want
+    again.close()
+
+
 def test_wishes_that_cannot_be_met_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="leave out --no-prefix-caching"):
         EngineConfig(kv_offload_memory=1 << 20, enable_prefix_caching=False)

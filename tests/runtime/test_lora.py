@@ -21,6 +21,8 @@ from qserve.kernels.ranks import RankLost
 from qserve.kernels.triton.target import is_interpreted
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.models.lora_layers import LaidOut
+from qserve.runtime.parallel.rank_adapters import RankAdapters
 from qserve.runtime.sampling import RequestError, SamplingParams
 from tests.adapters import write_adapter
 
@@ -238,8 +240,13 @@ def test_several_ranks_give_the_bits_of_one(
             engine.adapters.read(paths["sql"])  # and nothing comes of it
             engine.adapters.add("law", paths["art"], engine.adapters.read(paths["art"]), replace=True)
             found[-1].append(answers(engine, [(PROMPTS[0], "law"), (PROMPTS[0], "art")]))
+            engine.adapters.add("brief", paths["sql"], engine.adapters.read(paths["sql"]))
+            engine.adapters.remove("brief")
             engine.adapters.remove("sql")
             found[-1].append(answers(engine, asked[:1]))
+            last = engine.adapters.read(paths["law"])
+            if isinstance(engine.adapters._layers, RankAdapters):
+                assert [*engine.adapters._layers._layers.waiting.values()] == [LaidOut(last.sha256, last.matrices)]
             with pytest.raises(CheckpointError, match="is no directory"):
                 engine.adapters.read(str(tmp_path / "none"))
         finally:

@@ -136,6 +136,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a key head for both": ("llama", {**ONE, "num_key_value_heads": 1}),
     "norms behind sublayers": ("gemma2", GEMMA2),
     "norms of all heads": ("olmo2", {**test_decoder.CASES["olmo2"][1], **ONE}),
+    "norms of one key head for both": ("olmo2", {**test_decoder.CASES["olmo2-mqa"][1], **ONE}),
     "positions and biases": ("gpt2", GPT),
     "attention and feed-forward at once": ("gptj", {**GPT, "rotary_dim": 8}),
     "experts": ("mixtral", {**ONE, "num_local_experts": 5}),

@@ -22,6 +22,7 @@ from qserve.runtime.client.engine_client import EngineClient
 from qserve.runtime.client.thread_host import ThreadHost
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
+from qserve.runtime.parallel.rank_orders import CopyBlock
 from qserve.runtime.sampling import SamplingParams
 from tests.runtime.test_delta_net import save_hybrid
 from tests.tiny_model import save_tiny_model
@@ -88,6 +89,18 @@ def test_a_hybrid_keeps_its_states_on_every_rank(tiny_model: Path, tmp_path: Pat
         assert several.stats().prefix_hits == one.stats().prefix_hits > 0
     finally:
         several.close()
+
+
+def test_a_rank_that_cannot_do_what_it_is_asked_ends_the_engine(tiny_packed: Path) -> None:
+    engine = Engine(str(tiny_packed), EngineConfig(**CONFIG, tensor_parallel_size=2))  # type: ignore[arg-type]
+    assert engine._ranks is not None
+    pids, order = engine._ranks.pids, CopyBlock(0, 10**6)
+    for _ in range(2):
+        with pytest.raises(RankLost, match=r"^rank 1 of the model failed: IndexError: .*"):
+            engine._ranks.ask(order)
+    assert engine.failure is not None
+    engine.close()
+    assert children_end(pids)
 
 
 def test_a_rank_that_dies_ends_the_engine_with_one_line(parallel: Engine) -> None:
