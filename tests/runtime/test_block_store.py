@@ -293,8 +293,9 @@ def test_what_came_back_has_the_bits_that_were_computed(
     stats = with_disk.stats()
     assert stats.offload is not None and stats.offload.loaded > 20 and stats.num_preemptions > 0
     assert "evicted blocks" in "".join(with_disk.memory.lines())
-    with pytest.raises(UsageError, match="in use"):
-        tiered(tiny_model, kv_offload_dir=folder, **ranks)
+    if not ranks:
+        with pytest.raises(UsageError, match="in use"):
+            tiered(tiny_model, kv_offload_dir=folder)
     with_disk.close()
 
     restarted = tiered(tiny_model, kv_offload_memory=1 << 20, kv_offload_dir=folder, **ranks)
