@@ -331,8 +331,13 @@ def _load_ranks(
         note += f", by {exchange} ({process_group.backend(executor.placement.device)})"
     adapters = None
     if decoder.lora is not None:
-        own = isinstance(channel, StageChannel)
-        adapters = RankAdapters(decoder.lora, processes.ask, channel.change_adapter, changes_own=own)
+        adapters = RankAdapters(
+            decoder.lora,
+            processes.ask,
+            channel.change_adapter,
+            changes_own=isinstance(channel, StageChannel),
+            sharing=1 if executor.placement.device.type == "cuda" else config.num_ranks,
+        )
     return runner, memory, [note, *_notes(source, decoder), *notes], adapters
 
 

@@ -17,12 +17,20 @@ from qserve.runtime.parallel.rank_orders import RankOrder, ReadAdapter
 
 @dataclass(frozen=True, eq=False)
 class _Numbered(LaidOut):
+    """The matrices of this rank; as many bytes for each of the ``sharing`` ranks that share its memory."""
+
     number: int
+    sharing: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.sharing * super().nbytes
 
 
 class RankAdapters:
     """Those of the rank that plans; in the place of its ``LoraLayers``. ``ask`` sends an order to the other ranks and
-    waits for all; ``change`` has them call ``LoraLayers.change``, and ``changes_own`` says that this one does, too."""
+    waits for all; ``change`` has them call ``LoraLayers.change``, and ``changes_own`` says that this one does, too.
+    ``sharing``: how many ranks share the memory of this one."""
 
     def __init__(
         self,
@@ -31,8 +39,10 @@ class RankAdapters:
         change: Callable[[int, int], int],
         *,
         changes_own: bool,
+        sharing: int,
     ) -> None:
         self._layers, self._ask, self._change, self._changes_own = layers, ask, change, changes_own
+        self._sharing = sharing
         self.count, self.max_rank = layers.count, layers.max_rank
         self.shapes: Mapping[str, tuple[int, int]] = layers.shapes
         self._laying_out = threading.Lock()
@@ -56,7 +66,7 @@ class RankAdapters:
                 self._gone.append(number)  # some may have it
                 raise
             own = self._layers.waiting[number] = self._layers.lay_out(adapter)
-            numbered = _Numbered(own.sha256, own.matrices, number)
+            numbered = _Numbered(own.sha256, own.matrices, number, self._sharing)
             self._unplaced[number] = weakref.finalize(numbered, self._gone.append, number)
         return numbered
 

@@ -247,6 +247,7 @@ def test_several_ranks_give_the_bits_of_one(
             last = engine.adapters.read(paths["law"])
             if isinstance(engine.adapters._layers, RankAdapters):
                 assert [*engine.adapters._layers._layers.waiting.values()] == [LaidOut(last.sha256, last.matrices)]
+                assert last.nbytes == engine.config.num_ranks * LaidOut(last.sha256, last.matrices).nbytes
             with pytest.raises(CheckpointError, match="is no directory"):
                 engine.adapters.read(str(tmp_path / "none"))
         finally:
