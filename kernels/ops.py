@@ -173,7 +173,7 @@ class Lora:
     """out[r] += scale * B (A x[r]) for every row r whose token has an adapter (``Step.adapters``), in the columns of
     each linear that the adapter changes (LoRA, arXiv 2106.09685). Other rows are not touched.
 
-    ``slots`` holds the adapters; it may change between steps. ``out`` is float32, with rows that may lie apart.
+    ``slots`` holds the adapters; it may change between steps. ``out`` may be a slice of the columns of a wider buffer.
     """
 
     x: Tensor

@@ -345,9 +345,9 @@ class Engine:
         return True
 
     def _transfer(self) -> None:
-        """Let the disk begin what it may once the plans made so far have copied blocks. The stages of a pipeline have
-        done that when the last of them has landed."""
-        if self.offload and self._pipeline and self._flights:
+        """Let the disk begin what it may once the plans made so far have copied blocks: when the last of them has
+        landed, for stages of a pipeline may not even have begun."""
+        if self.offload and self._flights:
             self._flights[-1].transfers += self.scheduler.transfers()
         elif self.offload:
             self.offload.begin(self.scheduler.transfers())

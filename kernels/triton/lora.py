@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from qserve.kernels.lora_slots import LoraTiles, Matrices
 from qserve.kernels.ops import Lora
@@ -31,17 +30,17 @@ _FIELDS = 4  # of a table: the addresses of A and B, the rank, the bits of the s
 _MOST_PIECES = 16
 _MOST_PROGRAMS = 32  # that go through the tiles of rows: a step may have a few tiles or hundreds, in one graph
 _WIDEST = 64  # ranks of a program
+_OUTS = 128  # columns of a program
 _KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True)
 class LoraShape:
-    """``rows`` of a tile; A x takes ``inputs`` at a time and ``piece`` in a program, B has ``outs`` in one."""
+    """``rows`` of a tile; A x takes ``inputs`` at a time and ``piece`` in a program."""
 
     rows: int
     inputs: int
     piece: int
-    outs: int = 128
     warps: int = 4
     stages: int = 3
 
@@ -164,7 +163,7 @@ def expand_constants(op: Lora, shape: LoraShape, gpu: Target) -> dict[str, Any]:
     return {
         "KIND": _KINDS[op.x.dtype], "PARTS": len(op.slots.parts), "RANK": _padded(op.slots.max_rank),
         "PIECES": shape.pieces(op.x.shape[1])[0], "UNIT": math.gcd(TILE, *(n for part in op.slots.parts for n in part)),
-        "PRECISION": "tf32" if "ptx" in gpu.features else "ieee", "BLOCK_M": shape.rows, "BLOCK_N": shape.outs,
+        "PRECISION": "tf32" if "ptx" in gpu.features else "ieee", "BLOCK_M": shape.rows, "BLOCK_N": _OUTS,
         "BLOCK_R": TILE,
     }  # fmt: skip
 
@@ -178,27 +177,27 @@ class PreparedLora:
     ``op.x``."""
 
     def __init__(self, op: Lora, memory: Workspace, rows: int, gpu: Target, *, invariant: bool) -> None:
-        self.op, self._gpu, self._invariant, self._device = op, gpu, invariant, memory.device
+        self.op, self._invariant, self._device = op, invariant, memory.device
         count, parts = len(op.slots.held), len(op.slots.parts)
         self._held: list[Matrices] = [(None,) * parts] * count
         self._table = torch.zeros(count, parts, _FIELDS, dtype=torch.int64, device=memory.device)
+        shapes = {shape_of(each, invariant=invariant) for each in (1, rows)}
+        self._known = {shape: (shrink_constants(op, shape), expand_constants(op, shape, gpu)) for shape in shapes}
         sizes = []
-        for shape in {shape_of(each, invariant=invariant) for each in (1, rows)}:
+        for shape, (known, more) in self._known.items():
             most = min(rows, _MOST_OF_FEW) if shape is FEW else rows
-            sizes.append(shape.pieces(op.x.shape[1])[0] * most * parts * _padded(op.slots.max_rank))
+            sizes.append(more["PIECES"] * most * parts * known["RANK"])
         self._sums = memory.take("lora sums", max(sizes), torch.float32)
-        self._blocks = {shape: self._blocks_of(shape) for shape in (FEW, MANY, ALWAYS)}
-        for slot, matrices in enumerate(op.slots.held):
-            self._put(slot, matrices)
-        op.slots.follow(self._put)
-
-    def _blocks_of(self, shape: LoraShape) -> Tensor:
-        unit = expand_constants(self.op, shape, self._gpu)["UNIT"]
+        unit = more["UNIT"]  # of every shape
         blocks = [
             (part, number, size // unit, first // unit)
-            for part, (first, size) in enumerate(self.op.slots.parts) for number in range(triton.cdiv(size, shape.outs))
+            for part, (first, size) in enumerate(op.slots.parts) for number in range(triton.cdiv(size, _OUTS))
         ]  # fmt: skip
-        return torch.tensor(blocks, dtype=torch.int32, device=self._device)
+        self._blocks = torch.tensor(blocks, dtype=torch.int32, device=memory.device)
+        for slot, matrices in enumerate(op.slots.held):
+            if any(matrices):
+                self._put(slot, matrices)
+        op.slots.follow(self._put)
 
     def _put(self, slot: int, matrices: Matrices) -> None:
         held = tuple(tiles and self._moved(tiles) for tiles in matrices)
@@ -218,15 +217,14 @@ class PreparedLora:
         if not len(batch.adapted_tiles):
             return
         op, shape = self.op, shape_of(batch.tokens, invariant=self._invariant)
-        tiles, order, blocks = batch.adapted_tiles, batch.adapted_rows, self._blocks[shape]
-        known = shrink_constants(op, shape)
+        tiles, order, (known, more) = batch.adapted_tiles, batch.adapted_rows, self._known[shape]
         programs = min(len(tiles), _MOST_PROGRAMS)
-        grid = programs, known["PARTS"] * triton.cdiv(known["RANK"], known["BLOCK_R"]), shape.pieces(known["WIDTH"])[0]
+        grid = programs, known["PARTS"] * triton.cdiv(known["RANK"], known["BLOCK_R"]), more["PIECES"]
         launch = {"num_warps": shape.warps, "num_stages": shape.stages}
         at(shrink_kernel, grid)(
             op.x, tiles, order, self._table, self._sums, batch.tokens, len(tiles), op.x.stride(0), **known, **launch
         )
-        at(expand_kernel, (programs, len(blocks)))(
-            self._sums, tiles, order, self._table, blocks, op.out, batch.tokens, len(tiles), op.out.stride(0),
-            **expand_constants(op, shape, self._gpu), **launch,
+        at(expand_kernel, (programs, len(self._blocks)))(
+            self._sums, tiles, order, self._table, self._blocks, op.out, batch.tokens, len(tiles), op.out.stride(0),
+            **more, **launch,
         )  # fmt: skip

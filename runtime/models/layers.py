@@ -383,20 +383,22 @@ class LayerBuilder:
         config, group, dim = self._config, self._group, self._config.head_dim
         all_queries, all_keys, normed = self._buffers.heads
         wholes = normed.split([config.q_size, config.kv_size], 1)
-        out: list[Op] = []
+        heads = [shard.heads(config.num_attention_heads, config.num_key_value_heads) for shard in group.shard.all]
+        written: list[Op] = []
         gathers: list[Op] = []
         back: list[Op] = []
         begin = 0
         for place, (weight, buffer, whole) in enumerate(zip((q_norm, k_norm), (all_queries, all_keys), wholes)):
-            heads = [shard.heads(config.num_attention_heads, config.num_key_value_heads) for shard in group.shard.all]
             parts = [range(each[place].start * dim, each[place].stop * dim) for each in heads]
             mine = parts[group.shard.rank]
             own, columns = self._buffers.qkv[:, begin : begin + len(mine)], slice(mine.start, mine.stop)
             begin += len(mine)
-            out.append(Cast(own, buffer[:, columns]))
+            written.append(Cast(own, buffer[:, columns]))
             gathers += group.gather(buffer, parts)
             back += [RMSNorm(buffer, weight, whole, config.rms_norm_eps), Cast(whole[:, columns], own)]
-        return [*out, *(gathers if group.apart else gathers[:1]), *back]
+        if not group.apart:
+            gathers = gathers[:1]  # whoever has come there has written both
+        return [*written, *gathers, *back]
 
     def _latent(self, i: int, layer: str, x: Tensor, cache: Tensor) -> tuple[list[Op], list[Op]]:
         """Like ``_attention``."""
