@@ -54,7 +54,7 @@ class FleetProcess:
         )  # fmt: skip
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
-        self.until(lambda: any("the fleet serves" in line for line in self.lines), 150, "it starts")
+        self.until(lambda: any("the fleet serves" in line for line in self.lines), 270, "it starts")
 
     def kill(self) -> None:
         """Ray's processes and ours end with it."""
