@@ -72,6 +72,7 @@ def test_names_are_those_of_the_files(family: str, saved_model: Saved) -> None:
     assert gates == expected | ({"mlp.shared_expert_gate"} if family in ("qwen2_moe", "qwen3_next") else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["rtn", "yaqa", "awq"])
 def test_eight_bits_are_close_to_none(
     method: Literal["rtn", "yaqa", "awq"],
@@ -239,6 +240,7 @@ def test_a_loader_that_cannot_take_conv1d_says_so_before_calibration(saved_model
         pipeline.check(source, tmp_path / "out", replace(job, format="compressed-tensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "phi3", "gpt2", "falcon", "qwen2_moe", "glm4_moe"])
 def test_the_best_effort_tunes_every_family(
     family: str, saved_model: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -490,6 +490,7 @@ def demo() -> GGUFFile:
     return GGUFFile(demo_path())
 
 
+@pytest.mark.slow
 @needs_demo
 def test_demo_logits_agree_with_transformers(demo) -> None:
     ours = rebuilt(demo)

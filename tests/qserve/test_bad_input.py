@@ -322,6 +322,7 @@ def test_wrong_command_line(cli: Cli) -> None:
     cli("eval", "model").refused(2, "--against")
 
 
+@pytest.mark.slow
 def test_no_space_left(tiny_model: Path, out: Path, tmp_path: Path) -> None:
     """The forecast fits a disk of 144 KiB; the last files do not."""
     disk = tmp_path / "disk"
@@ -342,6 +343,7 @@ def test_no_space_left(tiny_model: Path, out: Path, tmp_path: Path) -> None:
     assert done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_no_traceback_without_debug(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qserve", "inspect", str(tmp_path / "nothing")]
     done = subprocess.run(command, capture_output=True, text=True)

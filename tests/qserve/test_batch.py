@@ -64,6 +64,7 @@ def content(body: Json) -> Json:
     return {key: value for key, value in body.items() if key not in ("id", "created")}
 
 
+@pytest.mark.slow
 def test_a_thousand_lines(engine: Engine, tmp_path: Path) -> None:
     lines = [request(f"n{i}", prompt=f"the fox {i}", temperature=0, max_tokens=4) for i in range(1000)]
     report = run(engine, write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
@@ -162,6 +163,7 @@ def test_an_engine_that_ends_ends_the_run_and_keeps_what_is_done(tiny_model, tmp
     assert len(answers(tmp_path / "out.jsonl")) == 40
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_it_goes_on_where_it_was(engine: Engine, tiny_model: Path, tmp_path: Path) -> None:
     texts = [request(f"n{i}", prompt=f"the fox {i}", seed=i, max_tokens=40) for i in range(150)]
     lines, out = write(tmp_path / "in.jsonl", texts), tmp_path / "out.jsonl"

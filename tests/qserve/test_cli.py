@@ -133,6 +133,7 @@ def test_eval_gates_and_still_writes_what_it_measured(
     assert done.code == 0, "a model against itself passes the strictest gates"
 
 
+@pytest.mark.slow
 def test_bench_gates_on_the_ratio_to_transformers(cli: Cli, tiny_packed: Path, tiny_model: Path) -> None:
     small = ("--concurrency", "1,2", "--prompt", 8, "--output", 3, "--repeats", 1, "--against", tiny_model)
     done = cli("bench", tiny_packed, *small, "--min-ratio", "1=1e-6,2=1e9")

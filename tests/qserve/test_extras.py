@@ -70,6 +70,7 @@ def test_a_tokenizer_of_another_library_says_what_it_needs(tmp_path: Path) -> No
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_demo_and_the_server_import_no_extra() -> None:
     absent = f"import sys; sys.modules.update(dict.fromkeys({list(extras.EXTRAS)}))"
     program = f"{absent}; import qserve.demo, qserve.steps, qserve.runtime.llm, qserve.runtime.server.serve"

@@ -30,6 +30,7 @@ def importing(module: str) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_one_file_imports_ray_and_one_command_imports_that_file() -> None:
     """So nothing else needs Ray, or loads it where it is installed."""
     assert importing("ray") == {"runtime/fleet/on_ray.py"}

@@ -82,6 +82,7 @@ def use(wheel: Path, directory: Path, model: Path) -> list[str]:
     return lines[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="no C compiler")
 def test_the_wheel_holds_the_package_and_works(wheels: tuple[Path, Path], tmp_path: Path, tiny_packed: Path) -> None:
     wheel = wheels[0]
@@ -102,6 +103,7 @@ def test_the_wheel_holds_the_package_and_works(wheels: tuple[Path, Path], tmp_pa
     assert selected == "native" and best.startswith("native | None") and generated == "5"
 
 
+@pytest.mark.slow
 def test_an_install_without_a_compiler_serves_and_says_what_it_lacks(
     wheels: tuple[Path, Path], tmp_path: Path, tiny_packed: Path
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 Cli = Callable[..., Any]
 
 
+@pytest.mark.slow
 def test_every_line_is_json_from_loading_to_the_end(tiny_model: Path, tmp_path: Path) -> None:
     defaults = tmp_path / "defaults.json"
     defaults.write_text('{"top_k": 20}')

@@ -17,6 +17,7 @@ from qserve.runtime.engine import Engine
 from tests.runtime.test_delta_net import save_hybrid, tokens_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "options"),
     [

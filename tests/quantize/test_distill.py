@@ -102,6 +102,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_scales(tmp_path):
         assert torch.equal(case.linears[name].weight, weight.dequantize())
 
 
+@pytest.mark.slow
 def test_rounds_go_on_from_the_best_while_there_are_more():
     case, asked = Case(), []
 

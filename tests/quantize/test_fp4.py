@@ -118,6 +118,7 @@ def test_zero_tiny_huge_and_broken_weights(scheme: WeightScheme) -> None:
     assert gptq.quantize(weight, broken, scheme).fallback
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_text")
 @pytest.mark.parametrize(("name", "options"), [
     ("nvfp4", {}), ("nvfp4", dict(method="rtn")), ("nvfp4", dict(method="gptq")),

@@ -106,7 +106,9 @@ def test_columns_in_another_order_have_narrower_ones_too_and_what_has_no_place_i
         schemes_of(RECIPES["Q4_K_M"], {"a.weight": stored}, {"b": (64, 256)})
 
 
-@pytest.mark.parametrize("scheme", ["Q4_K_M", "Q3_K_M", "Q5_K_S", "Q6_K"])
+@pytest.mark.parametrize(
+    "scheme", ["Q4_K_M", *(pytest.param(each, marks=pytest.mark.slow) for each in ("Q3_K_M", "Q5_K_S", "Q6_K"))]
+)
 def test_a_model_is_written_as_it_was_measured(scheme, wide, tmp_path):
     """Serving the directory, serving the file, and what the ``gguf`` package makes of the file: the same numbers."""
     source, job = HFDirectory(with_a_merge(wide, tmp_path / "model")), QuantizeJob(**SMALL, scheme=scheme)
@@ -151,6 +153,7 @@ def test_experts_lie_in_one_tensor(mixtral, tmp_path):
         assert torch.equal(file.tensor(f"{module}.weight"), source.linear(module).dequantize())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_what_was_interrupted_goes_on_with_the_same_result(method, wide, tmp_path, monkeypatch):
     source, job = HFDirectory(wide), QuantizeJob(**SMALL, scheme="Q4_K_M", method=method)
@@ -167,6 +170,7 @@ def test_what_was_interrupted_goes_on_with_the_same_result(method, wide, tmp_pat
     assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_compensation_beats_rounding_to_nearest(wide, tmp_path):
     errors = {}
     for method in ("gptq", "rtn"):

@@ -366,6 +366,7 @@ def test_linears_with_more_outputs_than_inputs_are_those_of_gptq(llama, tmp_path
     assert found["yaqa"].spec.method == "yaqa"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wide", [False], ids=["untied"], indirect=True)
 def test_a_mixed_job_for_other_loaders_does_not_go_on_from_this_one(wide, tmp_path, monkeypatch):
     source = HFDirectory(wide)
@@ -681,11 +682,11 @@ BEST = [
 ]  # fmt: skip
 WEIGHTS_ALONE = [dict(target_bits=4.0), dict(method="yaqa")]
 """They move nothing into a bias, and keep nothing of keys: one model is enough."""
+TUNED = [*(("llama", each) for each in BEST + WEIGHTS_ALONE), *(("qwen2", each) for each in BEST)]
 
 
 @pytest.mark.parametrize(
-    ("model", "options"), [*(("llama", each) for each in BEST + WEIGHTS_ALONE), *(("qwen2", each) for each in BEST)],
-    ids=str,
+    ("model", "options"), [TUNED[-1], *(pytest.param(*each, marks=pytest.mark.slow) for each in TUNED[:-1])], ids=str
 )
 def test_best_effort_tunes_the_scales_of_the_whole_model(model, options, tmp_path, monkeypatch, request):
     if (model, options) != ("llama", dict(bits=3)):  # one goes all the way
@@ -727,6 +728,7 @@ def test_best_effort_tunes_the_scales_of_the_whole_model(model, options, tmp_pat
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_steps")
 def test_the_best_effort_is_the_same_whether_it_was_interrupted_or_not(llama, tmp_path, monkeypatch):
     source, job = HFDirectory(llama), QuantizeJob(**{**SMALL, "effort": "best"})

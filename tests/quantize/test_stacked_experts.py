@@ -79,6 +79,7 @@ def dequantized(path: Path) -> torch.Tensor:
         return model(torch.tensor([tokens()])).logits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"scheme": "w8a8"}, {"method": "awq+gptq", "act_order": False, "format": "compressed-tensors"}]
 )

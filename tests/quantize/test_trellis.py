@@ -286,6 +286,7 @@ def test_formats_and_loaders_that_lack_it(llama: Path, tmp_path: Path, options: 
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_text")
 @pytest.mark.parametrize(("model", "options"), [
     ("llama", {}), ("qwen2", dict(bits=3)), ("llama", dict(method="rtn", calibration=None, bits=4, head_bits=8)),

@@ -282,7 +282,9 @@ def tiered(model: Path, **options: object) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("ranks", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("ranks", [
+    {}, *(pytest.param({f"{kind}_parallel_size": 2}, marks=pytest.mark.slow) for kind in ("tensor", "pipeline"))
+], ids=str)  # fmt: skip
 def test_what_came_back_has_the_bits_that_were_computed(
     tiny_model: Path, tmp_path: Path, ranks: dict[str, int]
 ) -> None:
@@ -325,6 +327,7 @@ def test_what_came_back_has_the_bits_that_were_computed(
     damaged.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_writes_nothing_more(tiny_model: Path, tmp_path: Path) -> None:
     folder, ranks = str(tmp_path / "kv"), {"tensor_parallel_size": 2}
     engine = tiered(tiny_model, kv_offload_memory=1 << 20, kv_offload_dir=folder, **ranks)

@@ -102,6 +102,7 @@ def test_nobodys_answer_changes(
         assert steps < plain[1] and engine.stats().num_accepted_tokens > 50
 
 
+@pytest.mark.slow
 def test_it_drafts_for_a_model_on_several_ranks(
     tiny_model: Path, drafts: dict[str, Path], plain: tuple[Answers, int]
 ) -> None:

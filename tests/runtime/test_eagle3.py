@@ -150,6 +150,7 @@ def test_nobodys_answer_changes(
     assert bool(engine.scheduler.num_preemptions) == ("kv_cache_memory" in config)
 
 
+@pytest.mark.slow
 def test_it_drafts_for_a_model_on_several_ranks(
     tiny_model: Path, head: Path, plain: tuple[Answers, int]
 ) -> None:

@@ -55,6 +55,7 @@ def test_nothing_that_an_engine_does_changes_a_bit(model: Path, tmp_path: Path) 
     tight.close()
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_like_one_and_keep_the_latents_twice(model: Path) -> None:
     one = engine(model, kv_cache_memory=2 * CACHE)
     two = engine(model, kv_cache_memory=2 * CACHE, tensor_parallel_size=2)

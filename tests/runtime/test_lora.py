@@ -223,6 +223,7 @@ def test_adapters_come_and_go_under_load(tiny_packed: Path, paths: dict[str, str
     run_state_machine_as_test(Swaps, settings=settings(few, suppress_health_check=list(HealthCheck)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}])
 def test_several_ranks_give_the_bits_of_one(
     tiny_packed: Path, paths: dict[str, str], tmp_path: Path, ranks: dict[str, Any]
@@ -257,6 +258,7 @@ def test_several_ranks_give_the_bits_of_one(
     assert law == art != old
 
 
+@pytest.mark.slow
 def test_files_that_change_while_ranks_read_them_are_refused(tiny_packed: Path, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "sql", SHAPES, seed=1)
     config = EngineConfig(**CONFIG | {"threads": 1}, tensor_parallel_size=2, enable_lora=True)

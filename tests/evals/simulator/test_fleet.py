@@ -44,6 +44,7 @@ def traffic(draw: random.Random, requests: int, rate: float, **more: int) -> lis
     return list(Traffic(rate, requests, lengths, Lengths(20, 0.6), max_model_len=100, seed=draw.random(), **more))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**6),

@@ -22,6 +22,7 @@ def check(name: str, compiled: Compiled) -> None:
         assert any(unit in compiled.ptx for unit in ("mma.sync.aligned", "wgmma.mma_async", "tcgen05.mma")), name
 
 
+@pytest.mark.slow
 def test_one_configuration_of_every_kernel() -> None:
     found = compile_file(CASES)
     assert len(found) == 7

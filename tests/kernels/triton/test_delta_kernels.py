@@ -167,7 +167,8 @@ def test_a_step_is_divided_into_runs() -> None:
     assert alone.single == 5 and len(alone.chunks) == 0 and sorted(alone.runs.tolist()) == sorted(found.runs.tolist())
 
 
-@pytest.mark.parametrize("kernels", ["triton", pytest.param("triton-invariant", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["triton", "triton-invariant"])
 def test_a_prompt_goes_on_from_a_snapshot(kernels: str, tiny_model: Path, tmp_path: Path, same_sums: None) -> None:
     """In an engine: with the tokens, and in the invariant mode with the bits, of one that finds nothing."""
     shape = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}

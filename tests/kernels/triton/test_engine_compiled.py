@@ -46,6 +46,7 @@ def summed(compiled: Any) -> str:
     return re.findall(rf"^{layout[1]} = (.*)$", compiled.ttgir, re.M)[0]
 
 
+@pytest.mark.slow
 def test_one_configuration_of_every_kernel_for_every_gpu() -> None:
     found = compiled_by("cases")
     assert len(found) == 83
@@ -56,6 +57,7 @@ def test_one_configuration_of_every_kernel_for_every_gpu() -> None:
         assert alone == rounded, "a norm that rounds adds in another order"
 
 
+@pytest.mark.slow
 def test_a_multiprocessor_holds_the_programs_that_share_out_decodes() -> None:
     """Of sm_89 and sm_90, by registers and shared memory (CUDA programming guide, compute capabilities)."""
     found = compiled_by("decode_cases")

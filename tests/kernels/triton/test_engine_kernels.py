@@ -244,6 +244,7 @@ def test_a_decode_of_several_chunks_counts_its_sinks_once() -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_partial_results_never_take_more_memory_than_the_first_decode_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes that are shared hold more keys than the cache has blocks: the step is computed in parts, to the same
     bits, and what it needs does not grow."""
@@ -306,6 +307,7 @@ def test_a_mixed_step_of_prompts_and_decodes_over_several_chunks() -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_attention_does_not_depend_on_chunks_or_neighbours(same_sums: None) -> None:
     """In the invariant mode a query's bits are the same whatever it is computed with, across a chunk's end too."""
     torch.manual_seed(6)

@@ -126,6 +126,7 @@ def test_a_classifier_answers_alike_and_its_missing_output_layer_is_warmed_up(ti
         assert one.outputs.probs == pytest.approx(other.outputs.probs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_largest_steps_run_in_few_blocks_and_the_cache_grows(tiny_model: Path) -> None:
     decoder = decoder_of(tiny_model, "triton")
     want = logits_of(decoder)
@@ -162,6 +163,7 @@ class FakeMemory(GpuMemory):
         return 4 * self.size
 
 
+@pytest.mark.slow
 def test_what_the_largest_step_gives_back_is_left_to_it(tiny_model: Path) -> None:
     decoder = decoder_of(tiny_model, "triton")
     config = EngineConfig(max_num_seqs=6, max_num_batched_tokens=24)

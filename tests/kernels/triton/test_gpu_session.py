@@ -41,6 +41,7 @@ def session(
     return main(), asked
 
 
+@pytest.mark.slow
 def test_what_fails_or_is_late_lets_the_others_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     endless = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     parts = {
@@ -73,6 +74,7 @@ def test_every_part_has_a_share_of_the_time(tmp_path: Path) -> None:
     assert program["DATA"].resolve() == tuned.DATA.resolve()
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_compiler_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +84,7 @@ def test_a_machine_without_a_compiler_is_refused_before_anything_runs(
     assert (code, asked) == (2, []) and "CC names no-such-compiler" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_wheels_are_installed_without_a_network_or_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = runpy.run_path(str(PROGRAM))
     site, folder = tmp_path / "site", tmp_path / "wheels"
@@ -133,6 +136,7 @@ def test_what_wheels_ask_for_travels_too(tmp_path: Path) -> None:
     assert faults == ["late-2.0-cp311-cp311-manylinux_2_17_x86_64.whl is for another machine"]
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_where_a_test_breaks_one(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +156,7 @@ def test_another_process_goes_on_where_a_test_breaks_one(
     done.assert_outcomes(passed=3, failed=1)
 
 
+@pytest.mark.slow
 def test_tests_that_are_late_are_skipped_and_all_have_a_turn_first(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

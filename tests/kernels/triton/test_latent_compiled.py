@@ -26,6 +26,7 @@ def check(name: str, compiled: Compiled) -> None:
         assert "mma.sync.aligned.m16n8k16" in compiled.ptx, name
 
 
+@pytest.mark.slow
 def test_one_configuration_of_every_kernel() -> None:
     found = compile_file(CASES)
     assert len(found) == 12

@@ -41,6 +41,7 @@ def compiled():  # type: ignore[no-untyped-def]
     return aot.compile_file(HERE / "linear_cases.py")
 
 
+@pytest.mark.slow
 def test_nothing_spills_and_shared_memory_suffices(compiled) -> None:  # type: ignore[no-untyped-def]
     assert {name.split()[0] for name in compiled} >= {
         "w4a16", "w8a16", "int8", "fp8", "persistent", "dequantize", "gather_columns", "experts", "trellis",
@@ -49,6 +50,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled) -> None:  # type: i
         check(name, made)
 
 
+@pytest.mark.slow
 def test_products_load_asynchronously(compiled) -> None:  # type: ignore[no-untyped-def]
     """Everything that the loop reads is copied ahead: weights, inputs and scales."""
     for name, made in compiled.items():

@@ -148,7 +148,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [each if each == "uneven shards" else pytest.param(each, marks=pytest.mark.slow) for each in CASES]
+)
 def test_two_ranks_compute_what_one_does(run: Run, case: str, tmp_path: Path, same_sums: None) -> None:
     save_random(*CASES[case], tmp_path)
     want = logits(RankGroup(), tmp_path, "triton-invariant")
@@ -158,6 +160,7 @@ def test_two_ranks_compute_what_one_does(run: Run, case: str, tmp_path: Path, sa
     torch.testing.assert_close(reduced, want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["uneven shards", "an expert for every token"])
 def test_two_ranks_with_adapters(run: Run, case: str, tmp_path: Path, same_sums: None) -> None:
     """Where ranks reduce, each has the part of A that multiplies its own inputs, and all of B."""
@@ -169,6 +172,7 @@ def test_two_ranks_with_adapters(run: Run, case: str, tmp_path: Path, same_sums:
     torch.testing.assert_close(reduced, want, rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["gptq-act-order", "awq", "w8a8", "w8a8-static", "fp8-blocks"])
 def test_two_ranks_of_a_quantized_model(run: Run, scheme: str, tmp_path: Path, same_sums: None) -> None:
     """Inputs that are rounded by tokens are rounded by shards of tokens where ranks reduce: those are not compared."""
@@ -305,6 +309,7 @@ def tokens(engine: Engine) -> list[tuple[object, ...]]:
     return sorted((each.request_id, each.index, each.token_ids) for each in outputs)
 
 
+@pytest.mark.slow
 def test_an_engine_of_two_ranks_answers_like_one_and_ends_with_one_line(tmp_path: Path) -> None:
     model = str(save_tiny_model(tmp_path, layers=1))
     one = tokens(Engine(model, EngineConfig(**CONFIG)))

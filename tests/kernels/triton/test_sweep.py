@@ -53,6 +53,7 @@ def test_it_chooses_the_codes_of_the_reference(
     assert float((found.t() == expected).float().mean()) > 0.999
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_spill() -> None:
     found = compile_file(Path(__file__).with_name("sweep_cases.py"))
     assert len(found) == 6

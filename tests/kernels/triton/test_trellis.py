@@ -169,6 +169,7 @@ def test_dequantized_first(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(op.out.float().cpu(), expected) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_row_is_the_same_in_every_batch(bits: int, same_sums: None) -> None:
     torch.manual_seed(6)
@@ -238,6 +239,7 @@ def _states(packed: PackedTrellis) -> Tensor:
     return states_of_symbols(unpack_words(words, packed.bits, RING), packed.bits)
 
 
+@pytest.mark.slow
 def test_a_model_is_served_and_its_memory_planned(tiny_model: Path, tmp_path: Path) -> None:
     job = QuantizeJob(scheme="trellis", bits=2, group_size=32, method="rtn", calibration=None)
     pipeline.run(open_model(tiny_model), tmp_path / "model", job)

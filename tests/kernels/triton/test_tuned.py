@@ -343,6 +343,7 @@ def test_the_invariant_mode_is_never_timed() -> None:
     assert registry.settle(executor) == []
 
 
+@pytest.mark.slow
 def test_candidates_are_compiled_at_once_for_a_gpu(tmp_path: Path) -> None:
     """By the threads of ``compiling``: without a GPU, and without the interpreter."""
     program = Path(__file__).parent / "many_compiled.py"

@@ -48,6 +48,7 @@ def test_a_process_gives_the_same_tokens_and_its_end_is_a_failure(tiny_model: Pa
     client.stop()
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_one_line(tiny_model: Path) -> None:
     with pytest.raises(QServeError, match="kv-cache-memory"):
         ProcessHost(open_model(str(tiny_model)), EngineConfig(max_model_len=256, kv_cache_memory=1))

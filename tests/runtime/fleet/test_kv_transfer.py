@@ -79,7 +79,7 @@ def ask(url: str, prompt: Sequence[int], key: str | None = None) -> dict[str, An
         return {"choices": content["choices"], "cached": cached, "tokens": content["usage"]["total_tokens"]}
 
 
-@pytest.mark.parametrize(("dtype", "ranks"), [("fp32", 1), ("fp8", 1), ("bf16", 2)])
+@pytest.mark.parametrize(("dtype", "ranks"), [("fp32", 1), ("fp8", 1), pytest.param("bf16", 2, marks=pytest.mark.slow)])
 def test_a_prompt_of_another_replica_comes_with_the_same_bits(
     tiny_model: Path, tmp_path: Path, dtype: str, ranks: int
 ) -> None:

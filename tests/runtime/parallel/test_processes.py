@@ -73,6 +73,7 @@ def test_answers_are_those_of_one_rank(tiny_packed: Path, parallel: Engine) -> N
     assert any("2 ranks" in note for note in parallel.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_a_hybrid_keeps_its_states_on_every_rank(tiny_model: Path, tmp_path: Path, option: str) -> None:
     """Choices, beams and prompts that begin alike go on from copies of states; so does what was preempted."""

@@ -77,6 +77,7 @@ def test_nan_logits_fail_their_request_and_no_other(engine: Engine, monkeypatch:
     engine.check()
 
 
+@pytest.mark.slow
 def test_an_engine_that_always_fails_ends_the_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> Any:
         raise ValueError("a broken kernel")

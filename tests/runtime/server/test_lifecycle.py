@@ -91,6 +91,7 @@ def thousands_of_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_thousand_aborts_at_once(own: ServerHandle, slow: None, thousands_of_files: None) -> None:
     sockets = []
     body = json.dumps(LONG | {"stream": True}).encode()

@@ -40,6 +40,7 @@ def test_every_contestant_computes_the_same_product(contestant: linears.Contesta
     assert problem.error(first.run(3) * 1.2) > 0.1
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     "contestant", [each for each in attention.CONTESTANTS if each.name != "FlashInfer"],
@@ -81,6 +82,7 @@ def test_copies_take_turns_until_no_cache_holds_one() -> None:
     assert calls == [0, 1] * (1 + 3 * 3) and found.seconds > 0 and not found.replayed
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_whole_benchmark_runs_in_the_interpreter(tmp_path: Path) -> None:
     sizes = kernels.Sizes({"8B qkv": (128, 128)}, (1, 17), {"8B": Heads(2, 1, 16)}, ((2, 20),), ((1, 20),), 1 << 16, 64)

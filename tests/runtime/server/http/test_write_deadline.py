@@ -52,6 +52,7 @@ def post(server: ServerHandle, route: str, content: dict[str, Any]) -> socket.so
     return sock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("route", "content"), [("completions", LARGE | {"stream": True}), ("chat/completions", LARGER)]
 )
@@ -62,6 +63,7 @@ def test_an_answer_over_http(own: ServerHandle, route: str, content: dict[str, A
         wait_until(lambda: idle(own))
 
 
+@pytest.mark.slow
 def test_an_answer_over_a_websocket(own: ServerHandle) -> None:
     address = f"ws://{own.host}:{own.port}/v1/completions/ws"
     with connect(address, open_timeout=30, close_timeout=0.1, ping_interval=None, max_queue=1) as connection:
