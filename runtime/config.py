@@ -53,9 +53,10 @@ class EngineConfig:
         seed: of the draws of requests that have no seed of their own, int64; None draws one for each request.
         enable_prefix_caching: reuse the KV of equal prompt beginnings, and the states of hybrids.
         kernels: which executor, see ``registry.names``.
-        tensor_parallel_size: ranks that share the model, processes of this machine with a shard of its weights each;
+        tensor_parallel_size: ranks that share each layer, processes of this machine with a shard of its weights each;
             on GPUs each has one.
-        pipeline_parallel_size: ranks that share it otherwise: each has some of its layers, and computes another step.
+        pipeline_parallel_size: stages, each with some of the layers, which compute different steps at a time. Each has
+            ``tensor_parallel_size`` ranks.
         threads: of the native kernels, for each rank; None takes the cores of this process.
         cpu_list: the CPUs that they are pinned to, one each, those of the first rank first; None leaves them to the
             system.
@@ -185,13 +186,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-        if self.pipeline_parallel_size > 1:
-            asked = f"--pipeline-parallel-size {self.pipeline_parallel_size}"
-            if self.tensor_parallel_size > 1:
-                raise UsageError(f"{asked}: stages cannot be divided by --tensor-parallel-size "
-                                 f"{self.tensor_parallel_size} yet; use one of the two")
-            if self.speculative_config:
-                raise UsageError(f"{asked}: speculative decoding cannot be combined with several stages yet; use one")
+        if self.pipeline_parallel_size > 1 and self.speculative_config:
+            raise UsageError(f"--pipeline-parallel-size {self.pipeline_parallel_size}: speculative decoding cannot be "
+                             "combined with several stages yet; use one")
         if self.cpu_list is not None:
             if not self.cpu_list or len(set(self.cpu_list)) < len(self.cpu_list):
                 raise UsageError("--cpu-list names each CPU once, and at least one")

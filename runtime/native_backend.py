@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from socket import socket
 
 import torch
@@ -39,6 +39,7 @@ from qserve.runtime.models.kv_scales import cache_dtype
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.parallel import support
+from qserve.runtime.parallel.first_rank import FirstRank
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
 from qserve.runtime.parallel.pipeline_runner import PipelineRunner
 from qserve.runtime.parallel.rank_adapters import RankAdapters
@@ -170,7 +171,8 @@ def _plan(
     layouts = [cache_layout(model_config, group) for group in groups]
     blocks = [layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for layout in layouts]
     states = [layout.state_bytes for layout in layouts]
-    workspace, block_bytes = sum(workspaces) - groups[0].shared_bytes * (len(groups) - 1), sum(blocks)
+    shared = sum(group.shared_bytes for group in groups if not group.is_first)
+    workspace, block_bytes = sum(workspaces) - shared, sum(blocks)
     workspace += StageChannel.hidden_bytes(config.pipeline_parallel_size, limits, model_config.hidden_size)
     if device.type == "cuda":
         weights, workspace, block_bytes = -(-weights // len(groups)), max(workspaces), max(blocks)
@@ -193,11 +195,30 @@ def _parts(
     source: ModelSource, model_config: DecoderConfig, config: EngineConfig, executor: Executor
 ) -> list[tuple[Shard, Stage]]:
     """What each rank has of the model. Stages divide evenly what a step reads: the bytes of layers and head."""
-    if config.pipeline_parallel_size == 1:
-        return [(Shard(rank, config.tensor_parallel_size), Stage()) for rank in range(config.tensor_parallel_size)]
-    modules, count = model_config.modules, model_config.num_hidden_layers
-    held = held_bytes(source, modules, executor, int8_head=_has_int8_head(source, config))
-    return [(Shard(), stage) for stage in divide(layer_bytes(held, modules, count), config.pipeline_parallel_size)]
+    stages = [Stage()]
+    if config.pipeline_parallel_size > 1:
+        modules, count = model_config.modules, model_config.num_hidden_layers
+        held = held_bytes(source, modules, executor, int8_head=_has_int8_head(source, config))
+        stages = divide(layer_bytes(held, modules, count), config.pipeline_parallel_size)
+    return [(shard, stage) for stage in stages for shard in Shard(0, config.tensor_parallel_size).all]
+
+
+@dataclass(frozen=True)
+class LoadedRank:
+    """One of several ranks. ``model``: ``decoder``, or that of all ranks of its stage. ``channel``: how it is told what
+    to run. ``slots``: see ``share_slots``."""
+
+    decoder: Decoder
+    model: Decoder | FirstRank
+    channel: StepChannel | StageChannel
+    slots: Tensor
+
+    def follow(self) -> None:
+        """Run what it is told to, until another rank ends: then ``RankLost`` is raised."""
+        if isinstance(self.channel, StageChannel):
+            self.channel.follow(self.model)
+        else:
+            self.channel.follow(self.decoder)
 
 
 def load_rank(
@@ -205,28 +226,28 @@ def load_rank(
     config: EngineConfig,
     limits: DecoderLimits,
     group: RankGroup,
-    shared: SharedMemory,
     block_bytes: Sequence[int],
     at: socket | int | None = None,
     executor: Executor | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Decoder, StepChannel | StageChannel, Tensor]:
-    """The decoder of one of several ranks, how they are told what to run, and ``share_slots``. ``block_bytes``: of a KV
-    block on each rank. ``at``: as ``process_group.join`` takes it; None where ranks share memory."""
-    executor = executor or _executor(source, config, group.ranks.rank)
+) -> LoadedRank:
+    """``block_bytes``: of a KV block on each rank. ``at``: as ``process_group.join`` takes it; None where ranks share
+    memory."""
+    assert group.memory is not None and group.everyone is not None
+    executor = executor or _executor(source, config, group.number)
     if at is not None:
         native.meeting(group.ranks)()  # here a rank that has ended is noticed, and there it is waited for
         process_group.join(group.ranks, executor.placement.device, at)
     decoder = _decoder(_held(source, executor), config, executor, limits, progress, group=group)
-    groups = len(decoder.layout.groups)
-    channel: StepChannel | StageChannel
-    if group.stage.size > 1:
-        adapters = 0 if decoder.lora is None else decoder.lora.count
-        channel = StageChannel(shared, group, limits, groups, decoder.config.hidden_size, adapters)
-    else:
-        channel = StepChannel(shared, group, limits, groups)
-    count = config.offload_memory // sum(block_bytes)
-    return decoder, channel, share_slots(shared, decoder, block_bytes, group.ranks.rank, count)
+    count, groups = config.offload_memory // sum(block_bytes), len(decoder.layout.groups)
+    slots = share_slots(group.everyone, decoder, block_bytes, group.number, count)
+    shards = StepChannel(group.memory, group, limits, groups) if group.shard.size > 1 else None
+    model = FirstRank(decoder, shards) if shards is not None and group.is_first else decoder
+    if shards is not None and (group.stage.size == 1 or not group.is_first):
+        return LoadedRank(decoder, model, shards, slots)
+    adapters = 0 if decoder.lora is None else decoder.lora.count
+    stages = StageChannel(group.everyone, group, limits, groups, decoder.config.hidden_size, adapters, shards)
+    return LoadedRank(decoder, model, stages, slots)
 
 
 def _executor(source: ModelSource, config: EngineConfig, rank: int) -> Executor:
@@ -288,57 +309,63 @@ def _load_ranks(
     memory = _plan(source, model_config, config, executor, limits)
     limits = _with_cache(limits, memory, executor)
     parts = _parts(source, model_config, config, executor)
-    shard, stage = parts.pop(support.rank_of_engine(config))
-    shared = SharedMemory()
+    shard, stage = parts[support.rank_of_engine(config)]
+    everyone, *of_stages = (SharedMemory() for _ in range(1 + config.pipeline_parallel_size))
     exchange = support.exchange_of(executor, source, model_config, config)
-    group = RankGroup(shard, shared, stage, exchange)
+    group = RankGroup(shard, of_stages[stage.rank], stage, exchange, everyone)
     in_floats = isinstance(source, GGUFFile) and source.in_floats
     at = process_group.listen() if exchange != "memory" else None
     port = None if at is None else at.getsockname()[1]
     kv_dtype = cache_dtype(config.kv_cache_dtype, source)
-    every = sorted([*parts, (shard, stage)], key=lambda part: max(part[0].rank, part[1].rank))
-    layouts = [cache_layout(model_config, RankGroup(part[0], stage=part[1])) for part in every]
+    layouts = [cache_layout(model_config, RankGroup(part[0], stage=part[1])) for part in parts]
     blocks = tuple(layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for layout in layouts)
     path = str(source.path)
-    tasks = [RankTask(path, in_floats, config, limits, memory, blocks, exchange, port, *part) for part in parts]
-    processes = RankProcesses(tasks, shared.fd, group.give_up, group.leave)
+    tasks = [
+        RankTask(path, in_floats, config, limits, memory, blocks, exchange, port, *part)
+        for part in parts
+        if part != (shard, stage)
+    ]
+    processes = RankProcesses(tasks, everyone.fd, [each.fd for each in of_stages], group.give_up, group.leave)
     try:
         with processes.explained():
-            decoder, channel, slots = load_rank(source, config, limits, group, shared, blocks, at, executor, progress)
-            memory, notes = settle(decoder, memory, config, progress, group)
+            rank = load_rank(source, config, limits, group, blocks, at, executor, progress)
+            memory, notes = settle(rank.decoder, memory, config, progress, group)
         runner = (
-            PipelineRunner(decoder, channel, processes, slots)
-            if isinstance(channel, StageChannel)
-            else ParallelRunner(decoder, channel, processes, slots)
+            PipelineRunner(rank.model, rank.channel, processes, rank.slots)
+            if isinstance(rank.channel, StageChannel)
+            else ParallelRunner(rank.model, rank.channel, processes, rank.slots)
         )
         runner.wait()
     except BaseException:
         processes.stop()
         raise
     finally:
-        shared.close()
+        for each in (everyone, *of_stages):
+            each.close()
         if at is not None:
             at.close()
     threads, cpus = support.threads_of(config, 0)
-    if config.pipeline_parallel_size == 1:
-        note = f"tensor parallel: {config.num_ranks} ranks"
-    else:
-        counts = [len(each.layers(model_config.num_hidden_layers)) for _, each in (*parts, (shard, stage))]
-        note = f"pipeline parallel: stages of {', '.join(map(str, counts))} layers"
+    kinds = []
+    if config.pipeline_parallel_size > 1:
+        counts = [len(stage.layers(model_config.num_hidden_layers)) for shard, stage in parts if shard.rank == 0]
+        kinds.append(f"pipeline parallel: stages of {', '.join(map(str, counts))} layers")
+    if config.tensor_parallel_size > 1:
+        kinds.append(f"tensor parallel: {config.tensor_parallel_size} ranks")
+    note = ", each ".join(kinds)
     if exchange == "memory":
         note += f", with {len(cpus) if cpus else threads} threads each"
     else:
         note += f", by {exchange} ({process_group.backend(executor.placement.device)})"
     adapters = None
-    if decoder.lora is not None:
+    if rank.decoder.lora is not None:
         adapters = RankAdapters(
-            decoder.lora,
+            rank.decoder.lora,
             processes.ask,
-            channel.change_adapter,
-            changes_own=isinstance(channel, StageChannel),
+            rank.channel.change_adapter,
+            changes_own=isinstance(rank.channel, StageChannel),
             sharing=1 if executor.placement.device.type == "cuda" else config.num_ranks,
         )
-    return runner, memory, [note, *_notes(source, decoder), *notes], adapters
+    return runner, memory, [note, *_notes(source, rank.decoder), *notes], adapters
 
 
 def _notes(source: ModelSource, decoder: Decoder) -> list[str]:

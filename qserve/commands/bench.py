@@ -19,9 +19,11 @@ from qserve.commands.options import (
     JsonOut,
     Kernels,
     MarkdownOut,
+    PipelineParallelSize,
     ServedModel,
     ServerKey,
     SpeculativeConfigJson,
+    TensorParallelSize,
     Threads,
 )
 from qserve.runtime.config import EngineConfig
@@ -124,6 +126,8 @@ def bench(
     kernels: Kernels = ENGINE.kernels,
     threads: Threads = None,
     cpu_list: CpuList = None,
+    tensor_parallel_size: TensorParallelSize = ENGINE.tensor_parallel_size,
+    pipeline_parallel_size: PipelineParallelSize = ENGINE.pipeline_parallel_size,
     device: Annotated[str, typer.Option(help="With the word kernels: cpu, or cuda for those of the GPU.")] = "cpu",
     tune: Annotated[
         Path | None,
@@ -163,16 +167,19 @@ def bench(
     given = [option for option, value in load.items() if value is not None]
     drafts = values.speculative_config(speculative_config)
     cpus = values.cpu_list(cpu_list)
-    engine = EngineConfig(kernels=kernels, threads=threads, cpu_list=cpus, speculative_config=drafts)
+    engine = EngineConfig(
+        kernels=kernels, threads=threads, cpu_list=cpus, speculative_config=drafts,
+        tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size,
+    )  # fmt: skip
     if "://" in model and (serve or static or without_model or against is not None or engine != ENGINE):
         raise UsageError(
-            "--serve, --static, --without-model, --against, --kernels, --threads, --cpu-list and --speculative-config "
-            "are for a MODEL, not for a URL"
+            "--serve, --static, --without-model, --against, --kernels, --threads, --cpu-list, --speculative-config, "
+            "--tensor-parallel-size and --pipeline-parallel-size are for a MODEL, not for a URL"
         )
     if model == "kernels":
         here = serve or static or without_model or against is not None
-        if given or here or concurrency is not None or output is not None:
-            raise UsageError("kernels takes no load: leave out what describes one")
+        if given or here or concurrency is not None or output is not None or engine.num_ranks > 1:
+            raise UsageError("kernels takes no load and no ranks: leave out what describes them")
         report = benching.kernels(engine, repeats, device, tune, limit, json_path)
     elif device != "cpu" or tune is not None or limit is not None:
         raise UsageError("--device, --tune and --limit are for the word kernels: a MODEL runs where --kernels says")
@@ -186,7 +193,7 @@ def bench(
         )
     elif without_model:
         others = [*given, *["--serve"] * serve, *["--static"] * static, *["--against"] * (against is not None)]
-        if others := [*others, *["--kernels, --threads and --cpu-list"] * (engine != ENGINE)]:
+        if others := [*others, *["--kernels, --threads, --cpu-list and ranks"] * (engine != ENGINE)]:
             raise UsageError(f"--without-model times the engine in this process: leave out {others[0]}")
         report = benching.engine_time(model, concurrency or "64", prompt, output or "64", repeats)
     elif static:

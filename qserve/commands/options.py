@@ -132,8 +132,8 @@ PipelineParallelSize = Annotated[
     typer.Option(
         "--pipeline-parallel-size",
         "-pp",
-        help="Processes that share the model on the CPUs of this machine, each with some of its layers and a step of "
-        "its own. Answers stay the same.",
+        help="Stages of the model on the CPUs of this machine, each with some of its layers and a step of its own, in "
+        "as many processes as --tensor-parallel-size says. Answers stay the same.",
     ),
 ]
 Threads = Annotated[

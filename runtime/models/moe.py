@@ -103,7 +103,7 @@ def routed(
         Experts(
             x, read.gate_up, read.down, buffers.experts, buffers.weights, buffers.gate_up, buffers.activated,
             buffers.parts, out, accumulate=group.is_first or not group.reduces, function=config.function,
-            gate_up_bias=read.gate_up_bias, down_bias=read.down_bias, ranks=ALONE if group.apart else group.sharing,
+            gate_up_bias=read.gate_up_bias, down_bias=read.down_bias, ranks=ALONE if group.apart else group.ranks,
             total=config.count, first=own.start, terms=buffers.terms if exchanges else None,
         ),
     ]  # fmt: skip

@@ -50,9 +50,13 @@ class SharedMemory:
 
 
 class RankGroup:
-    """A ``shard`` of every layer, or a ``stage`` of the layers, among those of the others; by default the whole model.
-    ``memory`` is shared by all ranks; without it nothing can be exchanged, but sizes are the same. ``shared_bytes``:
-    what was taken of it by ``empty``. ``exchange``: of shards; all but ``memory`` go by ``kernels.process_group``."""
+    """A ``shard`` of each layer of a ``stage``, among those of the others; by default the whole model. ``memory`` is
+    shared by the ranks of the stage, ``everyone`` (by default the same) by those of all stages; without them nothing
+    can be exchanged, but sizes are the same. ``shared_bytes``: what was taken by ``empty``. ``exchange``: of shards;
+    all but ``memory`` go by ``kernels.process_group``.
+
+    ``ranks`` compute each layer together. ``stages`` are the first ranks of all stages.
+    """
 
     def __init__(
         self,
@@ -60,19 +64,17 @@ class RankGroup:
         memory: SharedMemory | None = None,
         stage: Stage | None = None,
         exchange: Exchange = "memory",
+        everyone: SharedMemory | None = None,
     ) -> None:
         self.shard, self.stage, self.exchange = shard or Shard(), stage or Stage(), exchange
         self.shared_bytes = 0
-        self._memory = memory
-        self.ranks = ALONE
-        if memory is not None:
-            part = self.stage if self.stage.size > 1 else self.shard
-            self.ranks = Ranks(memory.take(Ranks.counters_of(part.size), torch.int32), part.rank, part.size)
+        self.memory, self.everyone = memory, everyone or memory
+        self.ranks, self.stages = _ranks(self.shard, memory), _ranks(self.stage, self.everyone)
 
     @property
-    def sharing(self) -> Ranks:
-        """Those that compute each layer together: stages do not."""
-        return self.ranks if self.shard.size > 1 else ALONE
+    def number(self) -> int:
+        """Of this rank among those of all stages."""
+        return self.stage.rank * self.shard.size + self.shard.rank
 
     @property
     def shares_memory(self) -> bool:
@@ -103,8 +105,8 @@ class RankGroup:
         """A buffer of which each rank writes a part and reads all."""
         if self.shares_memory:
             self.shared_bytes += prod(shape) * dtype.itemsize
-            if self._memory is not None:
-                return self._memory.take(shape, dtype)
+            if self.memory is not None:
+                return self.memory.take(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
     def gather(
@@ -113,16 +115,18 @@ class RankGroup:
         """The operation behind the last write to ``out``, where there are several ranks. ``split`` and ``own``: as
         ``AllGather`` takes them, where ranks do not share memory."""
         if self.apart:
-            return [AllGather(out, self.sharing, rows, tuple(split), own)]
-        return [AllGather(out, self.sharing, rows)] if self.shard.size > 1 else []
+            return [AllGather(out, self.ranks, rows, tuple(split), own)]
+        return [AllGather(out, self.ranks, rows)] if self.shard.size > 1 else []
 
     def reduce(self, out: Tensor) -> list[Op]:
         """The operation behind the last write to ``out``, of which each rank has some terms."""
-        return [AllReduce(out, self.sharing)]
+        return [AllReduce(out, self.ranks)]
 
     def give_up(self) -> None:
         """A rank has ended: what waits for it need not any more."""
-        self.ranks.give_up()
+        for ranks in (self.ranks, self.stages):
+            if ranks is not ALONE:
+                ranks.give_up()
         if self.exchange != "memory":
             process_group.give_up()
 
@@ -141,3 +145,9 @@ class RankGroup:
         if self.apart:
             return process_group.least(self.ranks, number, device)
         return number
+
+
+def _ranks(part: Shard | Stage, memory: SharedMemory | None) -> Ranks:
+    if memory is None or part.size == 1:
+        return ALONE
+    return Ranks(memory.take(Ranks.counters_of(part.size), torch.int32), part.rank, part.size)

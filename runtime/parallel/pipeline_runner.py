@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qserve.kernels.threads import torch_threads
 from qserve.runtime.models.decoder import Decoder
+from qserve.runtime.parallel.first_rank import FirstRank
 from qserve.runtime.parallel.rank_processes import RankProcesses
 from qserve.runtime.parallel.ranks_runner import RanksRunner
 from qserve.runtime.parallel.stage_channel import StageChannel
@@ -25,10 +26,12 @@ class PipelineRunner(RanksRunner):
     are waited for in order.
     """
 
-    def __init__(self, decoder: Decoder, channel: StageChannel, processes: RankProcesses, slots: Tensor) -> None:
-        super().__init__(decoder, channel, processes, slots)
+    def __init__(
+        self, model: Decoder | FirstRank, channel: StageChannel, processes: RankProcesses, slots: Tensor
+    ) -> None:
+        super().__init__(model, channel, processes, slots)
         self.num_stages = len(channel.busy)
-        self._model, self._channel = decoder, channel
+        self._model, self._channel = model, channel
         self._since = 0.0  # in flight until then
         self._seconds = 0.0  # with a step in flight; they and ``_worked`` fade
         self._worked = channel.busy * 0

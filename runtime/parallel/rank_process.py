@@ -1,4 +1,4 @@
-"""``python -m qserve.runtime.parallel.rank_process FD MEMORY_FD``: one of the ranks beside that of the engine."""
+"""``python -m qserve.runtime.parallel.rank_process FD EVERYONE STAGE``: one of the ranks beside that of the engine."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def main() -> None:
 
     threading.Thread(target=obey, daemon=True).start()
     try:
-        memory = SharedMemory(int(sys.argv[2]))
-        group = RankGroup(task.shard, memory, task.stage, task.exchange)
+        everyone, of_stage = (SharedMemory(int(fd)) for fd in sys.argv[2:])
+        group = RankGroup(task.shard, of_stage, task.stage, task.exchange, everyone)
         source = open_model(task.model, offline=True, in_floats=task.in_floats)
-        decoder, channel, _ = load_rank(source, task.config, task.limits, group, memory, task.block_bytes, task.port)
-        decoders.append(decoder)
-        settle(decoder, task.memory, task.config, group=group)
+        rank = load_rank(source, task.config, task.limits, group, task.block_bytes, task.port)
+        decoders.append(rank.decoder)
+        settle(rank.decoder, task.memory, task.config, group=group)
         gc.collect()
         gc.freeze()
         torch.set_num_threads(1)
-        channel.wait()
-        channel.follow(decoder)
+        rank.channel.wait()
+        rank.follow()
     except RankLost:  # the engine says which
         pass
     except BaseException as error:

@@ -20,7 +20,7 @@ from qserve.kernels.ranks import RankLost
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.memory import MemoryPlan
 from qserve.runtime.models.decoder import DecoderLimits
-from qserve.runtime.parallel.group import Exchange
+from qserve.runtime.parallel.group import Exchange, RankGroup
 from qserve.runtime.parallel.rank_orders import ORDER, RankOrder
 from qserve.runtime.parallel.shard import Shard
 from qserve.runtime.parallel.stage import Stage
@@ -32,7 +32,7 @@ _GRACE = 5.0  # seconds in which a process must end that was told to
 
 @dataclass(frozen=True)
 class RankTask:
-    """What a rank needs to load its part, a ``shard`` or a ``stage``. ``model``: the path of the checkpoint.
+    """What a rank needs to load its part, a ``shard`` of a ``stage``. ``model``: the path of the checkpoint.
     ``in_floats``: a GGUF file stays so. ``memory``: as it was planned. ``block_bytes``: of a KV block on each rank.
     ``port``: that of the first rank, where ranks do not share memory."""
 
@@ -49,7 +49,7 @@ class RankTask:
 
     @property
     def rank(self) -> int:
-        return max(self.shard.rank, self.stage.rank)
+        return RankGroup(self.shard, stage=self.stage).number
 
 
 TASK = TypeAdapter(RankTask)
@@ -70,6 +70,7 @@ ANSWER = TypeAdapter(Answer)
 class RankProcesses:
     """Starts a rank for each of ``tasks``, which load while this process goes on. ``failure`` says why one has ended
     that should not have. Once it is set, ``give_up`` is called, by another thread. ``leave`` is called by ``stop``.
+    ``everyone`` and ``stages`` are files in memory: of all ranks, and of those of each stage.
 
     A process reads its task from a socket, and then what it is asked. When that is closed, because this process called
     ``stop`` or has ended however, the other one ends at once.
@@ -78,7 +79,8 @@ class RankProcesses:
     def __init__(
         self,
         tasks: Sequence[RankTask],
-        memory_fd: int,
+        everyone: int,
+        stages: Sequence[int],
         give_up: Callable[[], None],
         leave: Callable[[], None] = lambda: None,
     ) -> None:
@@ -90,7 +92,7 @@ class RankProcesses:
         self._answers: list[queue.SimpleQueue[Answer]] = []
         for task in tasks:
             ours, theirs = socket.socketpair()
-            fds = theirs.fileno(), memory_fd
+            fds = theirs.fileno(), everyone, stages[task.stage.rank]
             # -P: a folder here that is named like a module must not take its place.
             command = [sys.executable, "-P", "-m", "qserve.runtime.parallel.rank_process", *map(str, fds)]
             with theirs:

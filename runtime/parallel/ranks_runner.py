@@ -21,9 +21,9 @@ class RanksRunner(DecoderRunner):
     ``RankLost``, with the reason, where a rank has ended."""
 
     def __init__(
-        self, decoder: StepModel, channel: StepChannel | StageChannel, processes: RankProcesses, slots: Tensor
+        self, model: StepModel, channel: StepChannel | StageChannel, processes: RankProcesses, slots: Tensor
     ) -> None:
-        super().__init__(decoder)
+        super().__init__(model)
         self.processes = processes
         self._all_ready, self._whole = channel.wait, slots
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from qserve.kernels import native
 from qserve.kernels.executor import Step
 from qserve.runtime.models.decoder import Decoder, DecoderLimits, copy_blocks, copy_states
+from qserve.runtime.parallel.first_rank import FirstRank
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
+from qserve.runtime.parallel.step_channel import StepChannel
 from qserve.runtime.parallel.step_memory import StepMemory
 
 
@@ -29,20 +31,23 @@ class _Slot:
 
 
 class StageChannel:
-    """The last stage calls ``publish``, and every stage ``run`` for each step, in order. A stage waits for the one
-    before it, and the first for the last, which publishes. As many steps are on their way as there are stages.
+    """The first rank of the last stage calls ``publish``, and that of every stage ``run`` for each step, in order. A
+    stage waits for the one before it, and the first for the last, which publishes. As many steps are on their way as
+    there are stages.
 
     ``busy``: for each stage the seconds in which it computed. What waits raises ``RankLost`` where a rank has ended.
     """
 
     def __init__(
         self, memory: SharedMemory, group: RankGroup, limits: DecoderLimits, groups: int, hidden_size: int,
-        adapters: int = 0,
+        adapters: int = 0, shards: StepChannel | None = None,
     ) -> None:
-        """``groups``: of layers, in the whole model. ``limits``: of the decoders. ``adapters``: slots for them."""
+        """``groups``: of layers, in the whole model. ``limits``: of the decoders. ``adapters``: slots for them.
+        ``shards``: to the other ranks of this stage."""
         self._stage = stage = group.stage
-        self._meet = native.meeting(group.ranks)
-        self._arrive, self._wait_for_turn = native.handing_on(group.ranks)
+        self._shards = shards
+        self._meet = native.meeting(group.stages)
+        self._arrive, self._wait_for_turn = native.handing_on(group.stages)
         # Each running request, and each that is admitted, may copy a block of each group. Every block of the cache may
         # go to a slot, and come back from one.
         most = 2 * (2 * limits.num_blocks + groups * limits.max_logits)
@@ -75,6 +80,8 @@ class StageChannel:
 
     def wait(self) -> None:
         """Return when every rank has come here: all are loaded. It is the first turn of each."""
+        if self._shards is not None:
+            self._shards.wait()
         self._meet()
 
     def change_adapter(self, slot: int, number: int) -> int:
@@ -86,7 +93,7 @@ class StageChannel:
 
     def publish(
         self, steps: Sequence[Step], copies: Sequence[tuple[int, int]], state_copies: Sequence[tuple[int, int]],
-        decoder: Decoder,
+        decoder: Decoder | FirstRank,
     ) -> int:  # fmt: skip
         """Let all stages run this step, given in its form for each group of layers, after these copies of blocks and
         of states of sequences. Returns its number. A step that nobody waits for any more, because another one failed,
@@ -106,7 +113,7 @@ class StageChannel:
         self._arrive()
         return self._published - 1
 
-    def run(self, decoder: Decoder) -> tuple[int, Step]:
+    def run(self, decoder: Decoder | FirstRank) -> tuple[int, Step]:
         """Wait for the next step, and run the layers of this stage. Returns its number, and the step as its first group
         of layers sees it, valid until another one is published in its place."""
         number, stage = self._done, self._stage
@@ -118,11 +125,18 @@ class StageChannel:
         *shape, copies, state_copies, adapters = slot.order.tolist()
         steps = slot.step.read(tuple(shape))
         rows = slice(0, steps[0].tokens)
-        copy_blocks(decoder, slot.copies[:copies].tolist())
-        copy_states(decoder.sequence_states, slot.state_copies[:state_copies].tolist())
-        for adapter_slot, adapter in slot.adapters[:adapters].tolist():
+        blocks, states = slot.copies[:copies].tolist(), slot.state_copies[:state_copies].tolist()
+        changes = slot.adapters[:adapters].tolist()
+        if self._shards is not None:
+            self._shards.copy(blocks)
+            self._shards.copy_states(states)
+        copy_blocks(decoder, blocks)
+        copy_states(decoder.sequence_states, states)
+        for change in changes:
+            if self._shards is not None:
+                self._shards.change_adapter(*change)
             assert decoder.lora is not None
-            decoder.lora.change(adapter_slot, adapter)
+            decoder.lora.change(*change)
         x = decoder.x.numpy()
         if not stage.is_first:
             x[rows] = self._hidden[stage.rank - 1, place, rows]
@@ -134,7 +148,7 @@ class StageChannel:
             self._arrive()
         return number, steps[0]
 
-    def follow(self, decoder: Decoder) -> None:
+    def follow(self, decoder: Decoder | FirstRank) -> None:
         """Run what is published, until another rank ends: then ``RankLost`` is raised."""
         while True:
             self.run(decoder)

@@ -20,10 +20,10 @@ from qserve.runtime.parallel.shard import Shard
 
 def require_served(source: ModelSource, model: DecoderConfig, config: EngineConfig, executor: Executor) -> None:
     """Raises ``UsageError`` or ``CapacityError`` where the ranks of ``config`` cannot serve this on ``executor``."""
-    size, asked, shards = config.num_ranks, option(config), config.tensor_parallel_size > 1
+    size, stages, asked = config.tensor_parallel_size, config.pipeline_parallel_size, option(config)
     on_gpus = executor.name == "triton"
     others = {
-        "--kv-transfer": config.kv_transfer and config.pipeline_parallel_size > 1,
+        "--kv-transfer": config.kv_transfer and stages > 1,
         "a model that is changed as it is read": type(source) not in (HFDirectory, GGUFFile),
         "--autotune": config.autotune,
     }
@@ -32,13 +32,13 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
             raise UsageError(f"{asked}: {what} cannot be combined with several ranks yet; use one")
     if not hasattr(os, "memfd_create"):
         raise CapacityError(f"{asked}: ranks share memory in a way that this system does not have; use one")
-    counts = {"attention heads": model.num_attention_heads} if shards else {"layers": model.num_hidden_layers}
-    if shards and model.moe is not None:
-        counts["experts"] = model.moe.count
-    if shards and model.delta is not None:
-        counts["linear value heads"] = model.delta.heads
-    for what, count in counts.items():
-        if count < size:
+    counts = [("layers", model.num_hidden_layers, stages), ("attention heads", model.num_attention_heads, size)]
+    if model.moe is not None:
+        counts.append(("experts", model.moe.count, size))
+    if model.delta is not None:
+        counts.append(("linear value heads", model.delta.heads, size))
+    for what, count, needed in counts:
+        if count < needed:
             raise UsageError(f"{asked}: {source.name} has {count} {what}, and each rank needs one of its own")
     divided = [("attention heads", model.num_attention_heads, "key heads", model.num_key_value_heads)]
     if model.delta is not None:
@@ -46,20 +46,19 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
     for name, heads, keys, kv_heads in divided:
         if on_gpus and (heads % size or (kv_heads % size and size % kv_heads)):
             raise UsageError(f"{asked}: {heads} {name} and {kv_heads} {keys} do not divide evenly among GPUs")
-    if config.cpu_list is not None and len(config.cpu_list) % size:
+    if config.cpu_list is not None and len(config.cpu_list) % config.num_ranks:
         raise UsageError(f"{asked}: --cpu-list names {len(config.cpu_list)} CPUs, which must be as many for each rank")
 
 
 def option(config: EngineConfig) -> str:
     """What asks for several ranks, as the user wrote it."""
-    if config.pipeline_parallel_size > 1:
-        return f"--pipeline-parallel-size {config.pipeline_parallel_size}"
-    return f"--tensor-parallel-size {config.tensor_parallel_size}"
+    sizes = {"tensor": config.tensor_parallel_size, "pipeline": config.pipeline_parallel_size}
+    return " ".join(f"--{kind}-parallel-size {size}" for kind, size in sizes.items() if size > 1)
 
 
 def rank_of_engine(config: EngineConfig) -> int:
-    """The rank that plans and samples: the first shard, or the last stage."""
-    return config.pipeline_parallel_size - 1
+    """The rank that plans and samples: the first one of the last stage."""
+    return (config.pipeline_parallel_size - 1) * config.tensor_parallel_size
 
 
 def require_executor(executor: Executor, config: EngineConfig) -> None:

@@ -110,7 +110,9 @@ def test_the_engine_without_its_model(cli: Cli, tiny_packed: Path, tmp_path: Pat
     cli("bench", tiny_packed, "--without-model", "--rate", "1").refused(2, "--without-model", "--rate")
     cli("bench", tiny_packed, "--without-model", "--threads", "1").refused(2, "--without-model", "--threads")
     cli("bench", tiny_packed, "--without-model", "--output", "5,6").refused(2, "one --output")
+    cli("bench", tiny_packed, "--without-model", "-tp", 2).refused(2, "--without-model", "ranks")
     cli("bench", "kernels", "--without-model").refused(2, "kernels takes no load")
+    cli("bench", "kernels", "-pp", 2).refused(2, "no ranks")
 
 
 def test_static_batching_beside_continuous(cli: Cli, tiny_packed: Path, tmp_path: Path) -> None:
@@ -128,3 +130,6 @@ def test_a_model_is_served_and_loaded(cli: Cli, tiny_packed: Path) -> None:
     done = cli("bench", tiny_packed, "--concurrency", "2", "--threads", "1", *SMALL)
     assert done.code == 0, done.err
     assert "on a free port" in done.err and "time to first token" in done.out
+    ranks = ("-tp", 2, "-pp", 2, "--threads", "1")
+    done = cli("bench", tiny_packed, *ranks, "--concurrency", 2, "--output", 4, "--repeats", 1)
+    assert done.code == 0, done.err

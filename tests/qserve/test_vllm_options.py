@@ -74,7 +74,6 @@ def test_an_example_of_vllm(started: Callable[..., Started]) -> None:
         (("-dp=2",), "-dp 2 is not served"),
         (("--data-parallel-size", "two"), "--data-parallel-size two is not served"),
         (("--data-parallel-size",), "--data-parallel-size  is not served"),
-        (("-pp", 2, "-tp", 2), "stages cannot be divided by --tensor-parallel-size 2"),
         (("--trust-remote-code",), "--trust-remote-code is not served: code that comes with a model is never run"),
         (("--no-enable-chunked-prefill",), "--no-enable-chunked-prefill is not served"),
         (("--speculative-config", '{"method": "mtp"}'), "method 'mtp' of --speculative-config is not served"),

@@ -283,7 +283,9 @@ def tiered(model: Path, **options: object) -> Engine:
 
 
 @pytest.mark.parametrize("ranks", [
-    {}, *(pytest.param({f"{kind}_parallel_size": 2}, marks=pytest.mark.slow) for kind in ("tensor", "pipeline"))
+    {}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    pytest.param({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_what_came_back_has_the_bits_that_were_computed(
     tiny_model: Path, tmp_path: Path, ranks: dict[str, int]

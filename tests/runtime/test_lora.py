@@ -224,7 +224,9 @@ def test_adapters_come_and_go_under_load(tiny_packed: Path, paths: dict[str, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("ranks", [
+    {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+], ids=str)  # fmt: skip
 def test_several_ranks_give_the_bits_of_one(
     tiny_packed: Path, paths: dict[str, str], tmp_path: Path, ranks: dict[str, Any]
 ) -> None:

@@ -582,8 +582,9 @@ def test_ten_thousand_random_steps() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_hundred_thousand_random_steps() -> None:
-    drive(100_000, fixed=False)
+def test_more_random_steps(pytestconfig: pytest.Config) -> None:
+    """30,000, other ones each time, or 100,000 with ``--everything``."""
+    drive(100_000 if pytestconfig.getoption("--everything") else 30_000, fixed=False)
 
 
 def test_beams_wait_for_the_one_that_has_no_room() -> None:

@@ -110,6 +110,12 @@ def test_a_fit_finds_the_coefficients_it_was_given_though_steps_were_interrupted
     assert min(found.per_row, found.per_prefill_kv, *(seconds for _, seconds in found.curve)) >= 0
 
 
+def test_a_fit_finds_the_mean_where_steps_vary() -> None:
+    found = fit([(shape, factor * TRUE.seconds(*shape)) for shape in shapes() for factor in (0.7, 0.8, 1.5)])
+    for shape in (StepShape(40, 20, 300, 5000), StepShape(200, 3, 9000, 600), StepShape(1, 1, 0, 300)):
+        assert found.seconds(*shape) == pytest.approx(TRUE.seconds(*shape), rel=0.02)
+
+
 def test_no_coefficient_is_negative_where_least_squares_would_have_one() -> None:
     shapes = [StepShape(n, n, 0, context) for n in (1, 8, 64) for context in (1, 9000)]
     steps = [(shape, 0.01 + shape.tokens * 1e-3 - shape.decode_kv * 1e-7) for shape in shapes]

@@ -116,13 +116,36 @@ def test_a_rank_that_dies_ends_the_engine_with_one_line(piped: Engine) -> None:
     assert children_end(pids)
 
 
+def test_stages_of_several_shards_answer_like_one_rank_and_end_with_it(model: Path, alone: Engine) -> None:
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    engine = Engine(str(model), EngineConfig(**CONFIG, kv_cache_memory=BLOCKS * BLOCK_BYTES, **sizes))  # type: ignore[arg-type]
+    try:
+        assert engine.memory.num_blocks == BLOCKS and engine._ranks is not None
+        (note,) = (note for note in engine.notes if note.startswith("pipeline parallel"))
+        assert note == "pipeline parallel: stages of 3, 2 layers, each tensor parallel: 2 ranks, with 1 threads each"
+        assert answers(engine) == answers(alone)
+        assert load(engine) == load(alone)
+        assert engine.stats().num_preemptions > 0 and len(engine.stats().pipeline_idle) == 2
+        pids, began = engine._ranks.pids, time.monotonic()
+        engine.submit("a", [5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
+        engine.step()
+        os.kill(pids[1], signal.SIGKILL)  # no stage waits for it but its own
+        with pytest.raises(RankLost, match=r"^rank 1 of the model was ended by SIGKILL$"):
+            while True:
+                engine.step()
+        assert time.monotonic() < began + 5
+    finally:
+        engine.close()
+    assert len(pids) == 3 and children_end(pids)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"kv_transfer": True}, "--kv-transfer cannot be combined"),
         ({"kernels": "reference"}, "not served by the reference kernels"),
         ({"pipeline_parallel_size": 3}, "has 2 layers, and each rank needs one"),
-        ({"tensor_parallel_size": 2}, "cannot be divided by --tensor-parallel-size 2 yet"),
+        ({"tensor_parallel_size": 5}, "has 4 attention heads, and each rank needs one"),
         ({"backend": "transformers"}, "is served by the native backend alone"),
         ({"speculative_config": SpeculativeConfig("ngram")}, "speculative decoding cannot be combined"),
         ({"cpu_list": (0, 1, 2)}, "--cpu-list names 3 CPUs"),

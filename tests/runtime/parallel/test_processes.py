@@ -74,13 +74,14 @@ def test_answers_are_those_of_one_rank(tiny_packed: Path, parallel: Engine) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_a_hybrid_keeps_its_states_on_every_rank(tiny_model: Path, tmp_path: Path, option: str) -> None:
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_a_hybrid_keeps_its_states_on_every_rank(tiny_model: Path, tmp_path: Path, sizes: tuple[int, int]) -> None:
     """Choices, beams and prompts that begin alike go on from copies of states; so does what was preempted."""
     save_hybrid(tiny_model, tmp_path, "qwen3_5")
     config = {**CONFIG, "max_num_seqs": 6, "kv_cache_memory": 160 << 10}
+    ranks = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), sizes))
     one = Engine(str(tmp_path), EngineConfig(**config))  # type: ignore[arg-type]
-    several = Engine(str(tmp_path), EngineConfig(**config, **{option: 2}))  # type: ignore[arg-type]
+    several = Engine(str(tmp_path), EngineConfig(**config, **ranks))  # type: ignore[arg-type]
     try:
         assert answers(several) == answers(one)
         long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

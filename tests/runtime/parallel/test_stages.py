@@ -18,9 +18,12 @@ from qserve.kernels.executor import Step
 from qserve.kernels.ranks import RankLost, Ranks
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder
+from qserve.runtime.parallel.first_rank import FirstRank
 from qserve.runtime.parallel.group import RankGroup, SharedMemory
+from qserve.runtime.parallel.shard import Shard
 from qserve.runtime.parallel.stage import Stage, divide
 from qserve.runtime.parallel.stage_channel import StageChannel
+from qserve.runtime.parallel.step_channel import StepChannel
 from tests.runtime import test_delta_net
 from tests.runtime.models import test_decoder, test_latent, test_layer_norm_families, test_moe
 from tests.runtime.models.test_decoder import LIMITS, run_chunks, save_random
@@ -32,9 +35,9 @@ pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.
 class _Piped:
     """A decoder whose steps go through all stages."""
 
-    def __init__(self, decoder: Decoder, channel: StageChannel) -> None:
-        self._decoder, self._channel = decoder, channel
-        self.logits, self.layout, self.head = decoder.logits, decoder.layout, decoder.head
+    def __init__(self, decoder: Decoder, model: Decoder | FirstRank, channel: StageChannel) -> None:
+        self._decoder, self._channel = model, channel
+        self.logits, self.layout, self.head = decoder.logits, decoder.layout, model.head
         self.kv, self.sequence_states = decoder.kv, decoder.config.delta  # whether there are any, in any stage
 
     def run(self, *steps: Step) -> None:
@@ -42,35 +45,44 @@ class _Piped:
         self._channel.run(self._decoder)
 
 
-def piped_logits(path: Path, ends: list[int], *, head: bool = False) -> torch.Tensor:
-    """The logits of ``TOKENS``, computed by stages that end at these layers."""
-    memory, size = SharedMemory(), len(ends)
-    stages = [Stage(rank, size, *bounds) for rank, bounds in enumerate(pairwise([0, *ends]))]
+def piped_logits(path: Path, ends: list[int], *, head: bool = False, shards: int = 1) -> torch.Tensor:
+    """The logits of ``TOKENS``, computed by stages that end at these layers, of so many shards each."""
+    memory, *of_stages = (SharedMemory() for _ in range(1 + len(ends)))
+    stages = [Stage(rank, len(ends), *bounds) for rank, bounds in enumerate(pairwise([0, *ends]))]
 
-    def rank(stage: Stage) -> torch.Tensor | None:
+    def rank(stage: Stage, shard: Shard) -> torch.Tensor | None:
         source = HFDirectory(path)
-        shared = SharedMemory(memory.fd)
-        group = RankGroup(None, shared, stage)
+        everyone, of_stage = SharedMemory(memory.fd), SharedMemory(of_stages[stage.rank].fd)
+        group = RankGroup(shard, of_stage, stage, everyone=everyone)
         try:
             config = decoder_config(source.config, "small")
             limits = replace(LIMITS, num_states=1)
             decoder = Decoder(source, config, registry.make("native", threads=1), limits, int8_head=head, group=group)
-            channel = StageChannel(shared, group, limits, len(decoder.layout.groups), config.hidden_size)
+            groups = len(decoder.layout.groups)
+            others = StepChannel(of_stage, group, limits, groups) if shard.size > 1 else None
+            if others is not None and not group.is_first:
+                others.wait()
+                with pytest.raises(RankLost):
+                    others.follow(decoder)
+                return None
+            model = FirstRank(decoder, others) if others is not None else decoder
+            channel = StageChannel(everyone, group, limits, groups, config.hidden_size, shards=others)
             channel.wait()
             if stage.is_last:
-                found = run_chunks(_Piped(decoder, channel), TOKENS, CHUNKS)  # type: ignore[arg-type]
-                group.ranks.give_up()
+                found = run_chunks(_Piped(decoder, model, channel), TOKENS, CHUNKS)  # type: ignore[arg-type]
+                group.give_up()
                 return found
             with pytest.raises(RankLost):
-                channel.follow(decoder)
+                channel.follow(model)
+            group.give_up()
             return None
         except BaseException:
-            group.ranks.give_up()
+            group.give_up()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        *_, last = pool.map(rank, stages)
-    assert last is not None
+    parts = [(stage, shard) for stage in stages for shard in Shard(0, shards).all]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        (last,) = (found for found in pool.map(rank, *zip(*parts)) if found is not None)
     return last
 
 
@@ -90,11 +102,20 @@ def test_dense_models(case: str, tmp_path: Path) -> None:
         assert torch.equal(piped_logits(tmp_path, [1, layers - 1, layers]), want)
 
 
+@pytest.mark.parametrize(("case", "shards"), [("llama", 2), ("gemma2", 3), ("granite", 2)])
+def test_stages_of_several_shards(case: str, shards: int, tmp_path: Path) -> None:
+    """What the ranks of a stage share is whole when its hidden states go on to the next one."""
+    save_random(*test_decoder.CASES[case], tmp_path)
+    layers = HFDirectory(tmp_path).config["num_hidden_layers"]
+    assert torch.equal(piped_logits(tmp_path, [1, layers], shards=shards), logits(tmp_path, 1))
+
+
 @pytest.mark.parametrize("head", [False, True])
 def test_quantized_models(head: bool, tmp_path: Path) -> None:
     path = save_quantized(tmp_path, "gptq-act-order")
     layers = HFDirectory(path).config["num_hidden_layers"]
-    assert torch.equal(piped_logits(path, [1, layers], head=head), logits(path, 1, head=head))
+    for shards in (1, 2):
+        assert torch.equal(piped_logits(path, [1, layers], head=head, shards=shards), logits(path, 1, head=head))
 
 
 @pytest.mark.parametrize("case", ["gpt2", "falcon-new", "olmo2", "deepseek_v3"])
@@ -105,20 +126,23 @@ def test_families_with_parts_of_their_own(case: str, tmp_path: Path) -> None:
     else:
         save_random(*{**test_decoder.CASES, **test_layer_norm_families.CASES}[case], tmp_path)
     layers = decoder_config(HFDirectory(tmp_path).config, case).num_hidden_layers
-    assert torch.equal(piped_logits(tmp_path, [1, layers]), logits(tmp_path, 1))
+    for shards in (1, 2):
+        assert torch.equal(piped_logits(tmp_path, [1, layers], shards=shards), logits(tmp_path, 1))
 
 
 def test_experts(tmp_path: Path) -> None:
     test_moe.make("qwen3_moe-some-layers").save_pretrained(tmp_path)
     layers = HFDirectory(tmp_path).config["num_hidden_layers"]
-    assert torch.equal(piped_logits(tmp_path, [layers - 1, layers]), logits(tmp_path, 1))
+    for shards in (1, 2):
+        assert torch.equal(piped_logits(tmp_path, [layers - 1, layers], shards=shards), logits(tmp_path, 1))
 
 
 @pytest.mark.parametrize("ends", [[1, 4], [3, 4], [1, 2, 4]])
 def test_gated_delta_nets(ends: list[int], tiny_model: Path, tmp_path: Path) -> None:
     """Stages that keep states alone, keys and values alone, or both."""
     test_delta_net.save_hybrid(tiny_model, tmp_path, "qwen3_5")
-    assert torch.equal(piped_logits(tmp_path, ends), logits(tmp_path, 1))
+    for shards in (1, 2):
+        assert torch.equal(piped_logits(tmp_path, ends, shards=shards), logits(tmp_path, 1))
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 4))
