@@ -109,8 +109,8 @@ def main() -> None:
     print(f"interference {chosen:.2f}")
     for policy in POLICIES:
         for name, form in FIGURES.items():
-            found, made = _mean(measured[policy], name), _mean(simulated(policy, chosen), name)
-            print(f"{policy}, {name}: {form.format(found)}, simulated {form.format(made)}, {made / found - 1:+.1%}")
+            real, made = _mean(measured[policy], name), _mean(simulated(policy, chosen), name)
+            print(f"{policy}, {name}: {form.format(real)}, simulated {form.format(made)}, {made / real - 1:+.1%}")
 
 
 def _simulate(config: FleetConfig, cost: CostModel, arrivals: list[Arrival]) -> dict[str, float]:
