@@ -25,13 +25,14 @@ class Environment:
     """``packages`` from PyPI, then ``alone`` without what they ask for: their own pins are years old, and they need
     nothing of it here. ``imports`` must succeed at the end. With ``node``, ``packages`` are from npm. With
     ``borrows`` it sees what the environment that makes it has, and only what is missing there is installed.
-    ``variables`` of the process say how a package is compiled."""
+    ``bytecode`` is made at once, else as it is imported. ``variables`` of the process say how a package is compiled."""
 
     packages: tuple[str, ...]
     imports: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     node: bool = False
     borrows: bool = False
+    bytecode: bool = False
     variables: tuple[tuple[str, str], ...] = ()
 
 
@@ -113,7 +114,7 @@ PEERS = {
     "auto-round": Environment((TORCH, "transformers==5.23.0", "auto-round==0.16.1"), ("auto_round",)),
 }
 # What qserve fleet needs, beside what qserve has.
-FLEET = {"ray": Environment(("ray[serve]==2.60.0",), ("ray.serve",), borrows=True)}
+FLEET = {"ray": Environment(("ray[serve]==2.60.0",), ("ray.serve",), borrows=True, bytecode=True)}
 GROUPS = {"interop": INTEROP, "judges": JUDGES, "peers": PEERS, "fleet": FLEET}
 COMPLETE = "complete.json"
 
@@ -140,8 +141,9 @@ def make(environment: Environment, home: Path) -> None:
             (site,) = home.glob("lib/python*/site-packages")
             (site / "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
         own = ["--no-cache-dir"] if variables else []  # else one that was compiled another way is taken
-        # Without bytecode: most of it is never imported.
-        _run(home, "-m", "pip", "install", "--quiet", "--no-compile", *own, *environment.packages, **variables)
+        # Most of it is never imported; but Ray starts several processes at a time, which all import the same.
+        own += [] if environment.bytecode else ["--no-compile"]
+        _run(home, "-m", "pip", "install", "--quiet", *own, *environment.packages, **variables)
         if environment.alone:
             # Not isolated: their build scripts import torch. Their CUDA extensions are not what is judged.
             options = ("--no-compile", "--no-deps", "--no-build-isolation")

@@ -49,6 +49,7 @@ INGRESS_APP, MODEL_APP = "qserve", "qserve:"  # names of the applications; the m
 HEALTH_PERIOD = 1.0  # seconds between two health checks of a replica, and so between its calls to the ingress
 PROBE_INTERVAL = 0.5  # seconds between two probes of the ingress
 JOIN_TIMEOUT = 5.0
+FIRST_JOIN_TIMEOUT = 60.0  # Serve finds the ingress first; where that fails, the model would be loaded once more
 DRAIN_TIMEOUT = 30.0  # seconds that a server has for its running requests, as ``ServerConfig.drain_timeout``
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE = 100 << 20  # bytes: nothing large passes through it
@@ -69,7 +70,7 @@ class ReplicaActor:
         )
         try:
             await asyncio.to_thread(self._process.wait_ready)
-            await self._join()
+            await self._join(FIRST_JOIN_TIMEOUT)
         except BaseException:
             self._process.stop(0.0)
             raise
@@ -79,7 +80,7 @@ class ReplicaActor:
         if not self._process.is_alive:
             raise QServeError("the server of this replica has ended")
         try:
-            await self._join()
+            await self._join(JOIN_TIMEOUT)
         except (TimeoutError, RayServeException, ray.exceptions.RayError) as error:
             logger.warning("the ingress does not answer: %s", error)  # it may be starting anew
 
@@ -87,8 +88,8 @@ class ReplicaActor:
         """Serve calls it where the replica is to end: the server drains, and the ingress sends requests elsewhere."""
         self._process.stop(DRAIN_TIMEOUT + 5)
 
-    async def _join(self) -> None:
-        async with asyncio.timeout(JOIN_TIMEOUT):
+    async def _join(self, timeout: float) -> None:
+        async with asyncio.timeout(timeout):
             await self._ingress.join.remote(json.dumps({"url": self._process.url, "key": self._process.key}))
 
 
