@@ -192,6 +192,9 @@ class EngineConfig:
         if self.cpu_list is not None:
             if not self.cpu_list or len(set(self.cpu_list)) < len(self.cpu_list):
                 raise UsageError("--cpu-list names each CPU once, and at least one")
+            if len(self.cpu_list) % self.num_ranks:
+                raise UsageError(f"--cpu-list names {len(self.cpu_list)} CPUs, which must be as many for each of the "
+                                 f"{self.num_ranks} ranks")
             if self.threads not in (None, len(self.cpu_list) // self.num_ranks):
                 count = len(self.cpu_list)
                 raise UsageError(f"--cpu-list names {count} CPUs, one for each thread: leave out --threads")

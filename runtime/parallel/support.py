@@ -46,8 +46,6 @@ def require_served(source: ModelSource, model: DecoderConfig, config: EngineConf
     for name, heads, keys, kv_heads in divided:
         if on_gpus and (heads % size or (kv_heads % size and size % kv_heads)):
             raise UsageError(f"{asked}: {heads} {name} and {kv_heads} {keys} do not divide evenly among GPUs")
-    if config.cpu_list is not None and len(config.cpu_list) % config.num_ranks:
-        raise UsageError(f"{asked}: --cpu-list names {len(config.cpu_list)} CPUs, which must be as many for each rank")
 
 
 def option(config: EngineConfig) -> str:

@@ -149,6 +149,7 @@ def test_stages_of_several_shards_answer_like_one_rank_and_end_with_it(model: Pa
         ({"backend": "transformers"}, "is served by the native backend alone"),
         ({"speculative_config": SpeculativeConfig("ngram")}, "speculative decoding cannot be combined"),
         ({"cpu_list": (0, 1, 2)}, "--cpu-list names 3 CPUs"),
+        ({"cpu_list": (0, 1, 2), "tensor_parallel_size": 2}, "must be as many for each of the 4 ranks"),
         ({"pipeline_parallel_size": 0}, "--pipeline-parallel-size must be at least 1"),
     ],
 )
