@@ -69,6 +69,12 @@ class KVRecorder:
         """Whether the block has a recurrence in the place of attention, and so neither keys nor values."""
         return getattr(self._block, "block_type", None) == "linear_attention"
 
+    @property
+    def shift_matters(self) -> bool:
+        """Whether attention changes where all scores of a query do alike: with a soft cap, or with sinks."""
+        has_cap = bool(getattr(self._seen, "attn_logit_softcapping", None))
+        return has_cap or getattr(self._seen, "sinks", None) is not None
+
     def absmax(self) -> tuple[Tensor, Tensor]:
         """(keys, values): float32 [kv_heads] each. Raises ``UsageError`` where the block's attention was not seen."""
         if self._largest is None:

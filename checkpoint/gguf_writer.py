@@ -111,7 +111,7 @@ def _notes(source: ModelSource, architecture: str, said: dict[str, Any]) -> list
     if source.spec is not None and source.spec.activations is not None:
         notes.append(f"inputs are no longer rounded as in the checkpoint ({source.spec.activations})")
     if source.spec is not None and source.spec.kv_cache is not None:
-        notes.append(f"the scales of the KV cache ({source.spec.kv_cache.dtype}) are left out")
+        notes.append(f"what was calibrated for the KV cache ({source.spec.kv_cache.dtype}) is left out")
     return notes
 
 

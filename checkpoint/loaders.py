@@ -106,9 +106,9 @@ def _served(case: _Case, *, heads_of_kv: bool, small_inputs: bool, newer: bool) 
     kv_cache = case.spec.kv_cache
     if case.format.name == "gguf":
         return _GGUF
-    if kv_cache is not None and kv_cache.dtype != "fp8":
+    if kv_cache is not None and kv_cache.dtype == "int8":
         return "a KV cache in int8 is not supported, only in fp8"
-    if kv_cache is not None and kv_cache.granularity != "tensor" and not heads_of_kv:
+    if kv_cache is not None and kv_cache.granularity == "head" and not heads_of_kv:
         return "KV-cache scales must be per tensor"
     if case.head_is_packed and not case.format.name.startswith("gptq"):
         return f"lm_head: the output layer is not loaded packed from {case.format.name}"

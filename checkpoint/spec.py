@@ -157,14 +157,26 @@ NVFP4_INPUTS = ActivationScheme("fp4", "group", dynamic=False, group_size=16)
 
 @dataclass(frozen=True)
 class KVScheme:
-    """How cached keys and values are stored: static symmetric scales, one per tensor or one per KV head."""
+    """How cached keys and values are stored: with static symmetric scales, one per tensor or one per KV head, or with a
+    scale for each token and head, chosen as it is cached (``INT4_KV``)."""
 
-    dtype: Literal["int8", "fp8"]
-    granularity: Literal["tensor", "head"] = "tensor"
+    dtype: Literal["int8", "fp8", "int4_per_token_head"]
+    granularity: Literal["tensor", "head", "token"] = "tensor"
 
     @property
     def grid(self) -> Grid:
+        """Of static scales."""
         return input_grid(self.dtype)
+
+    @property
+    def dynamic(self) -> bool:
+        return self.granularity == "token"
+
+    def __str__(self) -> str:
+        return self.dtype if self.dynamic else f"{self.dtype} per {self.granularity}"
+
+
+INT4_KV = KVScheme("int4_per_token_head", "token")
 
 
 @dataclass(frozen=True)

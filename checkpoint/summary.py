@@ -68,7 +68,7 @@ class Summary:
             kept = f"; {self.float_inputs} linears keep theirs in floating point" if self.float_inputs else ""
             lines.append(f"inputs          {self.activations}{kept}")
         if self.kv_cache is not None:
-            lines.append(f"KV cache        {self.kv_cache.dtype} per {self.kv_cache.granularity}")
+            lines.append(f"KV cache        {self.kv_cache}")
         return lines
 
     def layer_rows(self) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -101,25 +101,26 @@ def eval_config(
 
 
 def scorers(
-    base: ModelSource, model: ModelSource, window: int, *, kernels: str = "auto", threads: int | None = None
-) -> tuple[Scorer, Scorer]:
+    base: ModelSource, model: ModelSource, window: int, *, kernels: str = "auto", threads: int | None = None,
+    kv_cache_dtype: str = "auto",
+) -> tuple[Scorer, Scorer]:  # fmt: skip
     """Both models, loaded: engines where both have a native decoder, else both through transformers.
+    ``kv_cache_dtype``: of ``model``; the base has its own.
 
     Raises ``UsageError`` where the window does not fit, or ``kernels`` are named for a family that uses none.
     """
     config = eval_config(window, (base, model), kernels=kernels, threads=threads)
-    first, second = (scorer(source, config, (base, model)) for source in (base, model))
-    return first, second
+    first = scorer(base, config, (base, model))
+    return first, scorer(model, replace(config, kv_cache_dtype=kv_cache_dtype), (base, model))
 
 
 def scorer(source: ModelSource, config: EngineConfig, models: Sequence[ModelSource] = ()) -> Scorer:
     """``source`` loaded: as an engine if it and all ``models`` that it is compared with have a native decoder."""
     if all(map(has_native_decoder, (source, *models))):
         return Engine(source, config)
-    if config.kernels != "auto":
-        raise UsageError(
-            f"--kernels {config.kernels}: {source.name} has no native decoder and is measured by transformers"
-        )
+    for flag, value in (("--kernels", config.kernels), ("--kv-cache-dtype", config.kv_cache_dtype)):
+        if value != "auto":
+            raise UsageError(f"{flag} {value}: {source.name} has no native decoder and is measured by transformers")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     from qserve.evals.transformers_scorer import TransformersScorer  # imports much of transformers

@@ -156,7 +156,7 @@ def _summary(report: QuantizeReport) -> Section:
         "weights": ", ".join(f"{count} x {scheme}" for scheme, count in schemes.most_common()),
         "inputs": str(report.spec.activations or "not rounded"),
         "KV cache": "" if report.spec.kv_cache is None else
-        f"{report.spec.kv_cache.dtype} per {report.spec.kv_cache.granularity}",
+        f"{report.spec.kv_cache}",
         "format": report.format,
         "size": f"{report.checkpoint_bytes / 2**20:,.1f} MiB "
         f"(forecast {report.forecast.checkpoint_bytes / 2**20:,.1f} MiB)",

@@ -60,7 +60,8 @@ class TransformersScorer:
         self._center: dict[nn.Module, Tensor] = {}
         if source.spec is not None:
             self._round_inputs()
-        if source.spec is not None and source.spec.kv_cache is not None:
+        # A dynamic cache is that of our own kernels: without them it is not served.
+        if source.spec is not None and source.spec.kv_cache is not None and not source.spec.kv_cache.dynamic:
             self._kv_dtype = _KV_DTYPES[source.spec.kv_cache.dtype]
             for name, module in self._model.named_modules():
                 if (scales := kv_scales(source, name)) is not None:

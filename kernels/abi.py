@@ -16,11 +16,11 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import Tensor
 
-from qserve.kernels.ops import Function
+from qserve.kernels.ops import PACKED_KV, Function
 
 U8, U4, F8, I8, TRELLIS, F4 = 3, 4, 5, 6, 7, 8
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-DTYPES = {**FLOATS, torch.uint8: U8, torch.float8_e4m3fn: F8, torch.int8: I8}
+DTYPES = {**FLOATS, torch.uint8: U8, PACKED_KV: U4, torch.float8_e4m3fn: F8, torch.int8: I8}
 FUNCTIONS: dict[str, int] = {function: i for i, function in enumerate(get_args(Function), 1)}  # 0 is none
 
 _C_TYPES: dict[Any, Any] = {

@@ -26,7 +26,9 @@ from qserve.kernels.arena import Arena
 from qserve.kernels.code_tiles import LANES
 from qserve.kernels.executor import HOST, Step
 from qserve.kernels.fusion import FusedLinear, fuse
+from qserve.kernels.kv_cache import PACKED_HEADS
 from qserve.kernels.ops import (
+    PACKED_KV,
     SCALED_KV,
     Attention,
     Cast,
@@ -447,8 +449,10 @@ class NativeExecutor:
         if isinstance(op, GatedDelta) and op.key_dim > _MAX_KEY_DIM:
             return f"keys of {op.key_dim} numbers have no C kernel: at most {_MAX_KEY_DIM}"
         if isinstance(op, RopeKV | Attention):
-            if op.k_cache.dtype not in abi.DTYPES:
-                return f"a KV cache in {op.k_cache.dtype} has no C kernel"
+            if op.kv_dtype not in abi.DTYPES:
+                return f"a KV cache in {op.kv_dtype} has no C kernel"
+            if op.kv_dtype == PACKED_KV and op.head_dim % PACKED_HEADS:
+                return f"heads of {op.head_dim} in 4 bits have no C kernel: it takes multiples of {PACKED_HEADS}"
             if op.k_cache.dtype in SCALED_KV and (op.k_scale is None or op.v_scale is None):
                 return f"a KV cache in {op.k_cache.dtype} needs scales"
         return None

@@ -24,6 +24,8 @@ BLOCK_SIZE = 16
 """Tokens per KV block: one 512-bit vector of scores."""
 SCALED_KV = (torch.int8, torch.float8_e4m3fn)
 """The KV caches that need scales."""
+PACKED_KV: torch.dtype = torch.uint4  # type: ignore[attr-defined]  # its stubs lack it
+"""The KV cache of 4-bit codes with a step and a low for each token and head, held in uint8."""
 
 Rows = Literal["tokens", "logits"]
 Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
@@ -194,6 +196,9 @@ class RopeKV:
     to even, and saturated: int8 at -127 and 127, e4m3 at -448 and 448. Values that are not finite are stored as NaN,
     which int8 writes as -128.
 
+    uint8 caches [blocks, kv_heads, bytes] are those of ``PACKED_KV`` (kernels/kv_cache.py): behind all else queries,
+    keys and values are turned by a Hadamard matrix, in place.
+
     k_center, float32 [kv_heads, head_dim], is subtracted from each rotated key. All scores of a query shift by the same
     amount, and a coarse cache spends no bits on what all keys have in common.
     """
@@ -225,7 +230,7 @@ class RopeKV:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        return self.k_cache.dtype
+        return PACKED_KV if self.k_cache.dtype == torch.uint8 else self.k_cache.dtype
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,8 @@ class Attention:
     A score is query times key times ``scale``; where ``softcap`` > 0, it becomes softcap * tanh(score / softcap).
     sinks, float32 [heads], are scores that belong to no key: each takes its share of the softmax and adds nothing.
 
-    Caches and their scales are those of ``RopeKV``. ``out`` may be a slice of the columns of a wider buffer.
+    Caches and their scales are those of ``RopeKV``; what comes of a ``PACKED_KV`` is turned back. ``out`` may be a
+    slice of the columns of a wider buffer.
     """
 
     qkv: Tensor
@@ -254,7 +260,7 @@ class Attention:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        return self.k_cache.dtype
+        return PACKED_KV if self.k_cache.dtype == torch.uint8 else self.k_cache.dtype
 
     @property
     def out_stride(self) -> int:

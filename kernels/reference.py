@@ -21,8 +21,10 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import process_group
 from qserve.kernels.executor import HOST, Step
+from qserve.kernels.kv_cache import decode_packed, encode_packed, hadamard, inverse_hadamard, packed_parts
 from qserve.kernels.ops import (
     BLOCK_SIZE,
+    PACKED_KV,
     SCALED_KV,
     Activation,
     AllGather,
@@ -172,10 +174,15 @@ def _rope_kv(op: RopeKV, step: Step, rows: slice) -> None:
     q = rotate(q, op.cosine[positions], op.sine[positions])
     if op.q_scale is not None:
         q = q * op.q_scale[positions, None, None]
-    row[:, : op.heads] = q
-    row[:, op.heads : op.heads + op.kv_heads] = k
+    if op.kv_dtype == PACKED_KV:
+        q, k, v = hadamard(q), hadamard(k), hadamard(v)
+    row.copy_(torch.cat([q, k, v], 1))
     block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
-    if op.k_cache.dtype in SCALED_KV:
+    if op.kv_dtype == PACKED_KV:
+        for cache, x, are_keys in ((op.k_cache, k, True), (op.v_cache, v, False)):
+            for part, numbers in zip(packed_parts(cache, op.head_dim, keys=are_keys), encode_packed(x)):
+                part[block, :, offset] = numbers
+    elif op.kv_dtype in SCALED_KV:
         assert op.k_scale is not None and op.v_scale is not None
         # torch indexes no float8: its bytes are written.
         keys, values = encode_kv(k, op.k_scale, op.k_cache.dtype), encode_kv(v, op.v_scale, op.v_cache.dtype)
@@ -186,8 +193,11 @@ def _rope_kv(op: RopeKV, step: Step, rows: slice) -> None:
         op.v_cache[block, :, offset] = v.to(op.v_cache.dtype)
 
 
-def _cached(cache: Tensor, blocks: Tensor, scale: Tensor | None) -> Tensor:
+def _cached(cache: Tensor, blocks: Tensor, scale: Tensor | None, head_dim: int, *, keys: bool) -> Tensor:
     """float32 [blocks, kv_heads, ...] of a cache."""
+    if cache.dtype == torch.uint8:
+        numbers = decode_packed(*(part[blocks] for part in packed_parts(cache, head_dim, keys=keys)))
+        return numbers.mT if keys else numbers
     if scale is None:
         return cache[blocks].float()
     codes = cache.view(torch.int8)[blocks].view(cache.dtype).movedim(1, -2)
@@ -203,8 +213,8 @@ def _attention(op: Attention, step: Step, rows: slice) -> None:
         positions = step.positions[begin:end].long()
         length = int(positions[-1]) + 1
         blocks = step.block_tables[s, : -(-length // BLOCK_SIZE)].long()
-        k = _cached(op.k_cache, blocks, op.k_scale).permute(1, 0, 3, 2)
-        v = _cached(op.v_cache, blocks, op.v_scale).permute(1, 0, 2, 3)
+        k = _cached(op.k_cache, blocks, op.k_scale, op.head_dim, keys=True).permute(1, 0, 3, 2)
+        v = _cached(op.v_cache, blocks, op.v_scale, op.head_dim, keys=False).permute(1, 0, 2, 3)
         k, v = (x.reshape(op.kv_heads, -1, op.head_dim)[:, :length] for x in (k, v))
         q = op.qkv[begin:end, : op.heads * op.head_dim].float().view(-1, op.heads, op.head_dim).transpose(0, 1)
         keys = torch.arange(length, device=positions.device)
@@ -219,6 +229,8 @@ def _attention(op: Attention, step: Step, rows: slice) -> None:
             scores = torch.cat([scores, op.sinks.view(-1, 1, 1).expand(-1, len(positions), 1)], -1)
         weights = scores.softmax(-1)[..., :length]
         out = weights @ v.repeat_interleave(group, 0)
+        if op.kv_dtype == PACKED_KV:
+            out = inverse_hadamard(out)
         op.out[begin:end] = out.transpose(0, 1).reshape(end - begin, -1)
 
 

@@ -41,7 +41,7 @@ from qserve.runtime.engine import Engine
 def measure_quality(
     checkpoint: str, against: str, job: quality.EvalJob | None, kernels: str, threads: int | None, command: str,
     gates: Sequence[Gate], *, resume: Path | None, noise_floor: bool, card: bool, allow_calibration_text: bool,
-    written: tuple[Path | None, Path | None, Path | None],
+    written: tuple[Path | None, Path | None, Path | None], kv_cache_dtype: str,
 ) -> list[GateReport]:  # fmt: skip
     """Against a base model, or, if ``job`` is None, against the reference file ``against``."""
     model = steps.open_source(checkpoint)
@@ -51,14 +51,19 @@ def measure_quality(
     if job is None:
         reference = base = Reference.load(Path(against))
         setting, pieces = reference.setting, reference.pieces
-        scorer = quality.scorer(model, quality.eval_config(setting.window, (model,), kernels=kernels, threads=threads))
+        config = quality.eval_config(
+            setting.window, (model,), kernels=kernels, threads=threads, kv_cache_dtype=kv_cache_dtype
+        )
+        scorer = quality.scorer(model, config)
         remark = (
             f"KL from the base's {reference.top:,} likeliest tokens, all others ({reference.rest_mean:.2%} on average) "
             "as one: never above the true value"
         )
     else:
         source = steps.open_source(against, base=True)
-        base, scorer = quality.scorers(source, model, job.window, kernels=kernels, threads=threads)
+        base, scorer = quality.scorers(
+            source, model, job.window, kernels=kernels, threads=threads, kv_cache_dtype=kv_cache_dtype
+        )
         setting, pieces, remark = job.setting(source), quality.pieces_of(job, source), ""
     quality.require_one_vocabulary(base, scorer)
     seen = quality.overlap(
@@ -83,7 +88,7 @@ def measure_quality(
     _show_intervals(known)
     worst = worst_tokens(found, pieces, scorer.tokenizer)
     write_report(quality_report(result, model.name, command, reports, found, setting, floor, worst), *written)
-    if card and model.spec is not None:
+    if card and model.spec is not None and kv_cache_dtype == "auto":  # the card is of what is served by default
         write_card(model.path, result)
     if partial is not None:
         partial.remove()

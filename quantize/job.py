@@ -9,6 +9,7 @@ from qserve.calibration.text import SELF
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.gguf_schemes import GGUF_SCHEMES
 from qserve.checkpoint.spec import (
+    INT4_KV,
     MICROSCALED,
     MXFP4,
     MXFP8,
@@ -48,7 +49,8 @@ class QuantizeJob:
                      ``distill.STEPS``
     head_bits        of the output head, 0 keeps it; embedding_bits likewise. A tied head has the bits of the embedding;
                      with bits of its own it becomes a layer of its own
-    kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key
+    kv_cache         int8 or fp8: calibrated scales for the cache, for each layer or each head, and the mean key; or
+                     int4_per_token_head: the mean key alone
     target_bits      mixed precision: stored bits per weight at most, scales included; with w8a8 and fp8 it chooses the
                      linears that are kept in 16-bit floats
     keep_experts     the experts of a mixture stay as they are stored: in MXFP4, in fp8, or in 16-bit floats
@@ -70,7 +72,7 @@ class QuantizeJob:
     symmetric: bool = True
     head_bits: int = 0
     embedding_bits: int = 0
-    kv_cache: Literal["int8", "fp8"] | None = None
+    kv_cache: Literal["int8", "fp8", "int4_per_token_head"] | None = None
     kv_granularity: Literal["tensor", "head"] = "tensor"
     method: str | None = None
     effort: Literal["fast", "normal", "best"] = "normal"
@@ -126,13 +128,15 @@ class QuantizeJob:
             ("--method", self.method, (None, *METHODS)),
             ("--effort", self.effort, ("fast", "normal", "best")),
             ("--device", "cuda" if self.device.startswith("cuda:") else self.device, ("auto", "cpu", "cuda")),
-            ("--kv-cache", self.kv_cache, (None, "int8", "fp8")),
+            ("--kv-cache", self.kv_cache, (None, "int8", "fp8", INT4_KV.dtype)),
             ("--kv-scales", self.kv_granularity, ("tensor", "head")),
             ("--head", self.head_bits, (0, 4, 5, 6, 8)),
             ("--embeddings", self.embedding_bits, (0, 5, 6, 8)),
         ):
             if value not in known:
                 raise UsageError(f"{flag} must be one of {', '.join(str(k) for k in known if k)}, not {value!r}")
+        if self.kv_cache == INT4_KV.dtype and self.kv_granularity != "tensor":
+            raise UsageError(f"--kv-scales is for int8 and fp8: {self.kv_cache} has one for each token and head")
 
     def _check_method(self) -> None:
         method = self.algorithm
@@ -237,7 +241,9 @@ class QuantizeJob:
 
     @property
     def kv_scheme(self) -> KVScheme | None:
-        return None if self.kv_cache is None else KVScheme(self.kv_cache, self.kv_granularity)
+        if self.kv_cache is None or self.kv_cache == INT4_KV.dtype:
+            return None if self.kv_cache is None else INT4_KV
+        return KVScheme(self.kv_cache, self.kv_granularity)
 
     @property
     def float_samples(self) -> int:

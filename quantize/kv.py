@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from qserve.calibration.kv import KVRecorder
-from qserve.checkpoint.grid import INTEGERS
 from qserve.checkpoint.kv import KEY_CENTER
 from qserve.checkpoint.spec import KVScheme
 from qserve.quantize.layer import static_scales
@@ -26,8 +25,9 @@ def recorded(recorder: KVRecorder, block: str, scheme: KVScheme) -> dict[str, Te
 
     The centre is the mean key of each head. Some channels of a key hardly change from token to token. A part common to
     all keys shifts all scores of a query alike, which the softmax does not see; without it the rest keeps more bits.
-    e4m3 scales are made for keys as they are, since other readers use them without the centre. A block without keys
-    has none.
+    Attention with a soft cap or with sinks does see it, and gets no centre. e4m3 scales are made for keys as they are,
+    since other readers use them without the centre. A cache with scales for each token needs none here. A block without
+    keys has nothing.
     """
     if recorder.is_recurrent:
         return {}
@@ -35,9 +35,11 @@ def recorded(recorder: KVRecorder, block: str, scheme: KVScheme) -> dict[str, Te
     mean, spread = recorder.key_mean(), recorder.key_spread()
     if not bool(spread.isfinite().all()):
         mean = torch.zeros_like(mean)
-    elif scheme.grid is INTEGERS:
+    elif scheme.dtype == "int8" and not recorder.shift_matters:
         keys = spread
-    found = {f"{block}.{recorder.attention}.{KEY_CENTER}": mean}
+    found = {} if recorder.shift_matters else {f"{block}.{recorder.attention}.{KEY_CENTER}": mean}
+    if scheme.dynamic:
+        return found
     for letter, absmax in zip("kv", (keys, values), strict=True):
         scale = kv_scale(absmax, scheme)
         # Per head: a scale for each of [heads, tokens, head_dim], as other readers expect.

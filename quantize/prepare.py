@@ -23,7 +23,7 @@ from qserve.checkpoint.gguf_tensors import file_tensors
 from qserve.checkpoint.grid import E2M1, E4M3, GRIDS, INTEGERS
 from qserve.checkpoint.loaders import LOADERS, LoaderVerdict, verdicts
 from qserve.checkpoint.source import ModelSource, dense_linears
-from qserve.checkpoint.spec import QuantSpec, WeightScheme
+from qserve.checkpoint.spec import INT4_KV, QuantSpec, WeightScheme
 from qserve.checkpoint.stacked_experts import one_by_one
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.kernels.executor import CPU
@@ -34,6 +34,7 @@ from qserve.quantize.job import QuantizeJob
 from qserve.quantize.mixed.units import Offered, of_experts, offered
 from qserve.quantize.schemes import Shapes, assign
 from qserve.runtime.models.config import decoder_config
+from qserve.runtime.models.kv_scales import require_packed_heads
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Preparation:
             schemes[name] = schemes.get(name, 0) + 1
         inputs = f"; inputs {self.spec.activations}" if self.spec.activations else ""
         kv = self.spec.kv_cache
-        cache = f"; KV cache {kv.dtype} per {kv.granularity}" if kv else ""
+        cache = f"; KV cache {kv}" if kv else ""
         found = self.forecast
         memory = f"{found.peak_bytes / 2**20:,.0f} MiB of memory"
         if found.device_bytes:
@@ -112,6 +113,8 @@ def prepare(source: ModelSource, out: Path, job: QuantizeJob) -> Preparation:
     if job.kv_cache is not None and family is not None and family.latent:
         raise UsageError(f"--kv-cache {job.kv_cache}: {source.name} caches latent vectors, which are kept in 16 bits; "
                          "leave it out")
+    if job.kv_cache == INT4_KV.dtype:
+        require_packed_heads(decoder_config(source.config, source.name).head_dim, source.name)
     longest = source.config.get("max_position_embeddings")
     if job.tokens and isinstance(longest, int) and job.sequence_length > longest:
         raise UsageError(

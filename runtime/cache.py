@@ -95,10 +95,6 @@ class CacheLayout:
         """(group, place in its blocks) of ``layer``."""
         return next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
 
-    def block_bytes(self, block_size: int, element_size: int) -> int:
-        """Bytes of a block: what all places keep of ``block_size`` tokens."""
-        return self.places * self.groups[0].spec.width * element_size * block_size
-
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence, of all layers together."""

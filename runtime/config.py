@@ -9,7 +9,7 @@ from qserve.runtime.speculative_config import SpeculativeConfig
 from qserve.runtime.state_slots import snapshots_for
 
 RERANKERS = ("auto", "qwen3")
-KV_DTYPES = ("auto", "fp16", "bf16", "fp32", "int8", "fp8")
+KV_DTYPES = ("auto", "fp16", "bf16", "fp32", "int8", "fp8", "int4_per_token_head")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 _OTHER_NAMES = {  # of dtypes, in vLLM and torch
     "kv_cache_dtype": {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "fp8_e4m3": "fp8"},
@@ -46,7 +46,7 @@ class EngineConfig:
             the memory of ``kv_offload_memory``, or 1 GiB where that is None.
         kv_offload_dir_size: bytes that it may have; the blocks used least recently make room.
         kv_cache_dtype: auto (what the checkpoint was calibrated for, else fp16), fp16, bf16, fp32,
-            int8 or fp8.
+            int8, fp8, or int4_per_token_head (4 bits, with a scale for each token and head).
         dtype: in which products compute: float16 or bfloat16 on a GPU, float32 on a CPU; auto takes what suits the
             model.
         quantization: the format in which the checkpoint must be stored, such as awq; None takes any.

@@ -20,7 +20,7 @@ from qserve.runtime.backend import LoadedModel
 from qserve.runtime.blocks import BlockManager
 from qserve.runtime.cache import blocks_needed
 from qserve.runtime.config import EngineConfig
-from qserve.runtime.memory import available_memory
+from qserve.runtime.memory import available_memory, block_bytes_of
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.kv_scales import cache_dtype
 from qserve.runtime.models.rope import context_limit
@@ -79,7 +79,7 @@ class DraftModel:
             raise UsageError(f"{source.name} cannot draft: it keeps a state of each sequence, and a wrong guess cannot "
                              "be taken back out of it")
         context = min(context, config.max_model_len or context)
-        block_bytes = layout.block_bytes(BLOCK_SIZE, cache_dtype("auto", source).itemsize)
+        block_bytes = block_bytes_of(layout, cache_dtype("auto", source))
         free = available_memory()
         if torch.cuda.is_available():
             free = min(free, torch.cuda.mem_get_info()[0])

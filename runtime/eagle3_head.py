@@ -22,7 +22,7 @@ from qserve.runtime.cache import blocks_needed
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.draft_model import CACHE_SHARE, DraftModel, Span
 from qserve.runtime.hidden_states import HiddenStates
-from qserve.runtime.memory import MemoryPlan, available_memory
+from qserve.runtime.memory import MemoryPlan, available_memory, block_bytes_of
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import DecoderLimits
 from qserve.runtime.models.eagle3 import Eagle3Decoder
@@ -95,7 +95,7 @@ class Eagle3Head(DraftModel):
                              "of --speculative-config")
         layout, context = shape.layers.cache_layout, context_limit(shape.layers)
         context = min(context, config.max_model_len or context)
-        block_bytes = layout.block_bytes(BLOCK_SIZE, torch.float16.itemsize)
+        block_bytes = block_bytes_of(layout, torch.float16)
         most = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
         rings = config.max_num_seqs, WAITING + most, len(shape.hidden_layers) * shape.hidden_size
         wanted, free = config.max_num_seqs * blocks_needed(context, BLOCK_SIZE, (0,)), available_memory()

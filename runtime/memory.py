@@ -16,6 +16,7 @@ from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.executor import Executor
 from qserve.kernels.int8 import int8_scheme
+from qserve.kernels.kv_cache import head_numel, stored_as
 from qserve.kernels.ops import BLOCK_SIZE
 from qserve.runtime.cache import CacheLayout, blocks_needed, tokens_held
 from qserve.runtime.config import EngineConfig
@@ -136,6 +137,13 @@ def _scheme(source: ModelSource, module: str) -> WeightScheme:
     return source.spec.scheme_of(module) or source.spec.weights
 
 
+def block_bytes_of(layout: CacheLayout, kv_dtype: torch.dtype) -> int:
+    """Bytes of a KV block: what all places keep of its tokens."""
+    spec = layout.groups[0].spec
+    heads = (1 if spec.latent else 2) * spec.kv_heads
+    return layout.places * heads * head_numel(kv_dtype, spec.head_dim) * stored_as(kv_dtype).itemsize
+
+
 def plan_memory(
     layout: CacheLayout,
     *,
@@ -162,7 +170,7 @@ def plan_memory(
     share = GPU_SHARE if on_gpu else _SHARE
     if config.gpu_memory_utilization is not None:
         available, share = max(0, available - reserved(total, config.gpu_memory_utilization)), 1.0
-    block_bytes, windows = block_bytes or layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize), layout.windows
+    block_bytes, windows = block_bytes or block_bytes_of(layout, kv_dtype), layout.windows
     states = config.num_state_slots * (layout.state_bytes if state_bytes is None else state_bytes)
     if max_model_len is not None and max_model_len > context:
         raise CapacityError(f"--max-model-len {max_model_len} exceeds the model's context of {context} tokens")

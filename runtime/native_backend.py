@@ -15,7 +15,7 @@ from qserve.checkpoint.source import ModelSource
 from qserve.checkpoint.unpacked import Unpacked, is_in
 from qserve.kernels import native, process_group, registry
 from qserve.kernels.executor import Executor
-from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV
+from qserve.kernels.ops import BLOCK_SIZE, PACKED_KV, SCALED_KV
 from qserve.runtime import heap, warmup
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
 from qserve.runtime.cache import blocks_needed
@@ -25,6 +25,7 @@ from qserve.runtime.gpu_memory import GpuMemory
 from qserve.runtime.memory import (
     GPU_SHARE,
     MemoryPlan,
+    block_bytes_of,
     file_bytes,
     held_bytes,
     layer_bytes,
@@ -35,7 +36,7 @@ from qserve.runtime.memory import (
 )
 from qserve.runtime.models.config import DecoderConfig, decoder_config, is_classifier
 from qserve.runtime.models.decoder import Decoder, DecoderLimits, cache_layout, missing_kernels
-from qserve.runtime.models.kv_scales import cache_dtype
+from qserve.runtime.models.kv_scales import cache_dtype, require_packed_heads
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.rope import context_limit
 from qserve.runtime.parallel import support
@@ -115,9 +116,12 @@ def _prepare(source: ModelSource, config: EngineConfig) -> tuple[ModelSource, De
     executor = _executor(source, config, support.rank_of_engine(config))
     source = _held(source, executor)
     model_config = decoder_config(source.config, source.name)
-    if model_config.latent is not None and cache_dtype(config.kv_cache_dtype, source) in SCALED_KV:
+    kv_dtype = cache_dtype(config.kv_cache_dtype, source)
+    if model_config.latent is not None and kv_dtype in (*SCALED_KV, PACKED_KV):
         raise UsageError(f"{source.name} caches latent vectors, which are kept in 16 or 32 bits: choose "
                          "--kv-cache-dtype fp16, bf16 or fp32")
+    if kv_dtype == PACKED_KV:
+        require_packed_heads(model_config.head_dim, source.name)
     if config.num_ranks > 1:
         support.require_served(source, model_config, config, executor)
     if model_config.delta is not None:
@@ -169,7 +173,7 @@ def _plan(
     device, kv_dtype = executor.placement.device, cache_dtype(config.kv_cache_dtype, source)
     workspaces = [limits.workspace_bytes(model_config, executor.placement.activations, group) for group in groups]
     layouts = [cache_layout(model_config, group) for group in groups]
-    blocks = [layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for layout in layouts]
+    blocks = [block_bytes_of(layout, kv_dtype) for layout in layouts]
     states = [layout.state_bytes for layout in layouts]
     shared = sum(group.shared_bytes for group in groups if not group.is_first)
     workspace, block_bytes = sum(workspaces) - shared, sum(blocks)
@@ -318,7 +322,7 @@ def _load_ranks(
     port = None if at is None else at.getsockname()[1]
     kv_dtype = cache_dtype(config.kv_cache_dtype, source)
     layouts = [cache_layout(model_config, RankGroup(part[0], stage=part[1])) for part in parts]
-    blocks = tuple(layout.block_bytes(BLOCK_SIZE, kv_dtype.itemsize) for layout in layouts)
+    blocks = tuple(block_bytes_of(layout, kv_dtype) for layout in layouts)
     path = str(source.path)
     tasks = [
         RankTask(path, in_floats, config, limits, memory, blocks, exchange, port, *part)
@@ -436,7 +440,7 @@ def grow_cache(
     memory = measured(
         memory,
         free if group is None else group.least(free, decoder.kv.device),
-        decoder.layout.block_bytes(BLOCK_SIZE, decoder.kv.dtype.itemsize),
+        decoder.kv.nbytes // decoder.kv.shape[2],
         memory.num_blocks if config.kv_cache_memory is not None else _wanted(config, memory),
         blocks_needed(config.max_model_len or 1, BLOCK_SIZE, memory.windows),
         share,

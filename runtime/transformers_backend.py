@@ -14,7 +14,7 @@ from qserve.checkpoint.errors import CapacityError, CheckpointError, UsageError
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import native, registry
 from qserve.kernels.executor import Executor, Step
-from qserve.kernels.ops import BLOCK_SIZE, SCALED_KV
+from qserve.kernels.ops import BLOCK_SIZE, PACKED_KV, SCALED_KV
 from qserve.kernels.threads import torch_threads
 from qserve.runtime import heap
 from qserve.runtime.backend import CacheDescription, Limits, LoadedModel
@@ -145,7 +145,7 @@ def _cache_dtype(config: EngineConfig, source: ModelSource) -> torch.dtype:
     if config.kv_cache_dtype == "auto":
         return torch.float16
     dtype = cache_dtype(config.kv_cache_dtype, source)
-    if dtype in SCALED_KV:
+    if dtype in (*SCALED_KV, PACKED_KV):
         raise UsageError(
             f"--kv-cache-dtype {config.kv_cache_dtype}: models without a native decoder keep fp16, bf16 or fp32"
         )

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast, get_args
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.formats.format import (
     is_embedding,
+    kv_cache_of,
     meta_of,
     method_of,
     names_from,
@@ -22,6 +23,7 @@ from qserve.checkpoint.formats.format import (
 )
 from qserve.checkpoint.grid import E2M1, E4M3, INTEGERS, TRELLIS
 from qserve.checkpoint.spec import (
+    INT4_KV,
     MXFP4,
     MXFP8,
     NVFP4,
@@ -97,7 +99,7 @@ def config_of(spec: QuantSpec) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": _group(targets, *kind) for i, (targets, kind) in enumerate(groups)},
         "ignore": list(spec.ignored),
-        "kv_cache_scheme": None if spec.kv_cache is None else _kv_args(spec.kv_cache),
+        "kv_cache_scheme": None if spec.kv_cache in (None, INT4_KV) else _kv_args(spec.kv_cache),
         "global_compression_ratio": None,
         "meta": meta_of(spec),
     }
@@ -189,7 +191,7 @@ def spec_of(config: Mapping[str, Any], modules: Iterable[str] = ()) -> QuantSpec
         method=method_of(config, "unknown"),
         weights=default.weights,
         activations=activations,
-        kv_cache=_kv_cache(config.get("kv_cache_scheme")),
+        kv_cache=_kv_cache(config.get("kv_cache_scheme")) or kv_cache_of(config),
         act_order=any(group.act_order for group in groups),
         overrides={module: group.weights for module, group in found.items()
                    if group.weights != default.weights or is_embedding(module)},

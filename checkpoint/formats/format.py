@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import ActivationScheme, QuantSpec, WeightScheme
+from qserve.checkpoint.spec import INT4_KV, ActivationScheme, KVScheme, QuantSpec, WeightScheme
 
 Shapes = Mapping[str, tuple[int, int]]
 """Module -> (out, in)."""
@@ -84,7 +84,14 @@ def is_embedding(module: str) -> bool:
 
 def meta_of(spec: QuantSpec) -> dict[str, Any]:
     """The part of a ``quantization_config`` that other readers ignore."""
-    return {"quantizer": [f"qserve:{metadata.version('qserve-llm')}"], "method": spec.method}
+    meta: dict[str, Any] = {"quantizer": [f"qserve:{metadata.version('qserve-llm')}"], "method": spec.method}
+    return meta | ({"kv_cache_dtype": INT4_KV.dtype} if spec.kv_cache == INT4_KV else {})
+
+
+def kv_cache_of(config: Mapping[str, Any]) -> KVScheme | None:
+    """The cache that ``meta_of`` recorded: one without static scales, of which other readers need not know."""
+    meta = config.get("meta")
+    return INT4_KV if isinstance(meta, dict) and meta.get("kv_cache_dtype") == INT4_KV.dtype else None
 
 
 def method_of(config: Mapping[str, Any], default: str) -> str:

@@ -5,14 +5,16 @@
  * highest score `top`. The distance between rows is known at compile time: a pointer to each would take a register
  * each. */
 typedef struct {
-    float q[256], sums[256], weights[QS_LANES], total[QS_LANES];
-    float top;
+    float q[256], sums[256], weights[QS_LANES], total[QS_LANES], lows[QS_LANES];
+    float top, q_total; /* q_total and lows: of a cache whose numbers are low + step * code */
     uint32_t seen; /* a bit for each token of a block */
 } query_row;
 
-/* Cached values before their scale; those of f8 are a 256th. */
-INLINE vf load_kv(const void *cache, int64_t at, const int dtype)
+/* Cached values before their scale; those of f8 are a 256th. Codes of u4 begin at bit `shift` of their bytes. */
+INLINE vf load_kv(const void *cache, int64_t at, int32_t shift, const int dtype)
 {
+    if (dtype == QS_U4)
+        return floats_of(load_unsigned((const uint8_t *)cache + at) >> shift & 15);
     if (dtype == QS_I8) {
         vf value = load_bytes((const int8_t *)cache + at);
         return nan_where(value, value, all(-128.0f));
@@ -24,18 +26,35 @@ INLINE vf load_kv(const void *cache, int64_t at, const int dtype)
     return load_floats(cache, at, dtype);
 }
 
+/* The steps of the tokens of a block, and PARTS behind them their lows. */
+INLINE vf load_steps(const void *block, int32_t dim, int part)
+{
+    return load_halves((const uint16_t *)(const void *)((const uint8_t *)block + (int64_t)dim / 2 * QS_LANES) + part * LANES);
+}
+
+/* What the codes of values gave, and behind it what their lows did. */
+INLINE vf with_lows(vf sums, float lows, int32_t dtype)
+{
+    return dtype == QS_U4 ? sums + all(lows) : sums;
+}
+
 /* The weighted values of one block. `every`: all rows see all values from begin to end. The last values of an odd
  * head_dim are copied, because a vector of them would reach behind the cache. */
-INLINE void add_values(query_row *rows, const void *values, int64_t base, int32_t dim, int32_t begin,
-                       int32_t end, const int every, const int R, const int dtype)
+INLINE void add_values(query_row *rows, const void *values, int32_t dim, int32_t begin, int32_t end, const int every,
+                       const int R, const int dtype)
 {
     const int32_t bytes = dtype == QS_F32 ? 4 : dtype == QS_F16 || dtype == QS_BF16 ? 2 : 1;
     for (int32_t j = 0; j < dim; j += QS_LANES) {
         vf sums[QS_MAX_QUERY_ROWS][PARTS], value[PARTS];
         uint8_t last[QS_LANES * QS_LANES * 4];
         const void *from = values;
-        int64_t at = base + j, stride = dim;
-        if (dim - j < QS_LANES) {
+        int64_t at = j, stride = dim;
+        int32_t shift = 0;
+        if (dtype == QS_U4) {
+            stride = dim / 2;
+            shift = j < stride ? 0 : 4;
+            at = j % stride;
+        } else if (dim - j < QS_LANES) {
             memset(last, 0, sizeof last);
             for (int32_t i = begin; i <= end; i++)
                 memcpy(last + i * QS_LANES * bytes, (const uint8_t *)values + (at + i * dim) * bytes,
@@ -49,7 +68,7 @@ INLINE void add_values(query_row *rows, const void *values, int64_t base, int32_
                 sums[r][p] = load(rows[r].sums + j + p * LANES);
         for (int32_t i = begin; i <= end; i++) {
             UNROLL for (int p = 0; p < PARTS; p++)
-                value[p] = load_kv(from, at + i * stride + p * LANES, dtype);
+                value[p] = load_kv(from, at + i * stride + p * LANES, shift, dtype);
             UNROLL for (int r = 0; r < R; r++)
                 if (every || (rows[r].seen >> i & 1)) /* values that a row does not see may be infinite */
                     UNROLL for (int p = 0; p < PARTS; p++)
@@ -62,7 +81,7 @@ INLINE void add_values(query_row *rows, const void *values, int64_t base, int32_
 }
 
 /* Raises `top` to the highest of the `risen` scores, and rescales what was gathered relative to the old one. */
-INLINE void raise_top(query_row *rows, vf scores[][PARTS], const uint32_t *risen, int32_t dim, const int R)
+INLINE void raise_top(query_row *rows, vf scores[][PARTS], const uint32_t *risen, int32_t dim, const int R, const int dtype)
 {
     float shrink[QS_LANES] = {0};
     UNROLL for (int r = 0; r < R; r++) {
@@ -81,6 +100,8 @@ INLINE void raise_top(query_row *rows, vf scores[][PARTS], const uint32_t *risen
             continue;
         for (int32_t j = 0; j < QS_LANES; j += LANES)
             store(rows[r].total + j, load(rows[r].total + j) * all(shrink[r]));
+        for (int32_t j = 0; dtype == QS_U4 && j < QS_LANES; j += LANES)
+            store(rows[r].lows + j, load(rows[r].lows + j) * all(shrink[r]));
         for (int32_t j = 0; j < dim; j += LANES)
             store(rows[r].sums + j, load(rows[r].sums + j) * all(shrink[r]));
     }
@@ -99,31 +120,49 @@ INLINE void cap_scores(vf scores[][PARTS], float cap, const int R)
             scores[r][p] = load(capped_scores + r * QS_LANES + p * LANES);
 }
 
+/* What element j of the queries and of 16 keys adds to their scores. */
+INLINE void add_scores(vf scores[][PARTS], const query_row *rows, const vf *key, int32_t j, const int R)
+{
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int p = 0; p < PARTS; p++)
+            scores[r][p] = fused(all(rows[r].q[j]), key[p], scores[r][p]);
+}
+
 /* A block of 16 tokens; vectors of scores hold all of them: no horizontal sums. Every row sees the tokens from begin to
- * end where `every`, else those of `seen`. */
+ * end where `every`, else those of `seen`. `base` and `next` in bytes: this block, and the one that is fetched. */
 INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, int64_t next, float k_scale,
                          int32_t begin, int32_t end, int32_t every, const int R, const int dtype)
 {
-    const int32_t dim = op->head_dim, bytes = dtype == QS_F32 ? 4 : dtype == QS_F16 || dtype == QS_BF16 ? 2 : 1;
+    const int32_t dim = op->head_dim, lines = dtype == QS_U4 ? dim / 2 : dim; /* of 16 keys */
+    const int32_t bytes = (dtype == QS_F32 ? 4 : dtype == QS_F16 || dtype == QS_BF16 ? 2 : 1) * QS_LANES;
+    const char *keys = (const char *)op->k_cache + base, *values = (const char *)op->v_cache + base;
     vf scores[QS_MAX_QUERY_ROWS][PARTS], key[PARTS];
     uint32_t risen[QS_MAX_QUERY_ROWS], any = 0;
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int p = 0; p < PARTS; p++)
             scores[r][p] = all(0.0f);
-    for (int32_t j = 0; j < dim; j++) {
-        UNROLL for (int p = 0; p < PARTS; p++)
-            key[p] = load_kv(op->k_cache, base + j * QS_LANES + p * LANES, dtype);
+    for (int32_t j = 0; j < lines; j++) {
         if (R <= 4) { /* more rows take so long that the processor prefetches by itself */
-            __builtin_prefetch((const char *)op->k_cache + (next + j * QS_LANES) * bytes, 0, 2);
-            __builtin_prefetch((const char *)op->v_cache + (next + j * QS_LANES) * bytes, 0, 2);
+            __builtin_prefetch((const char *)op->k_cache + next + j * bytes, 0, 2);
+            __builtin_prefetch((const char *)op->v_cache + next + j * bytes, 0, 2);
         }
-        UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int p = 0; p < PARTS; p++)
+            key[p] = load_kv(keys, j * QS_LANES + p * LANES, 0, dtype);
+        add_scores(scores, rows, key, j, R);
+        if (dtype == QS_U4) {
             UNROLL for (int p = 0; p < PARTS; p++)
-                scores[r][p] = fused(all(rows[r].q[j]), key[p], scores[r][p]);
+                key[p] = load_kv(keys, j * QS_LANES + p * LANES, 4, dtype);
+            add_scores(scores, rows, key, j + lines, R);
+        }
     }
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int p = 0; p < PARTS; p++)
+        UNROLL for (int p = 0; p < PARTS; p++) {
+            if (dtype == QS_U4) {
+                vf low = load_steps(keys, dim, PARTS + p) * all(rows[r].q_total);
+                scores[r][p] = fused(load_steps(keys, dim, p), scores[r][p], low);
+            }
             scores[r][p] = scores[r][p] * all(k_scale);
+        }
     if (op->softcap != 0.0f)
         cap_scores(scores, op->softcap, R);
     UNROLL for (int r = 0; r < R; r++) {
@@ -133,20 +172,29 @@ INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, 
         any |= risen[r] &= every ? 0xffff : rows[r].seen;
     }
     if (any)
-        raise_top(rows, scores, risen, dim, R);
+        raise_top(rows, scores, risen, dim, R, dtype);
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int p = 0; p < PARTS; p++) {
-            float *total = rows[r].total + p * LANES;
+            float *total = rows[r].total + p * LANES, *lows = rows[r].lows + p * LANES;
             vf weight = exp_lanes(scores[r][p] - all(rows[r].top));
             if (!every)
                 weight = chosen(rows[r].seen >> p * LANES, weight, all(0.0f));
             store(total, load(total) + weight);
+            if (dtype == QS_U4) { /* the step and the low of a token that a row does not see may be infinite */
+                vf step = load_steps(values, dim, p), low = load_steps(values, dim, PARTS + p);
+                if (!every) {
+                    step = chosen(rows[r].seen >> p * LANES, step, all(0.0f));
+                    low = chosen(rows[r].seen >> p * LANES, low, all(0.0f));
+                }
+                store(lows, fused(weight, low, load(lows)));
+                weight = weight * step;
+            }
             store(rows[r].weights + p * LANES, weight);
         }
     if (every)
-        add_values(rows, op->v_cache, base, dim, 0, QS_LANES - 1, 1, R, dtype);
+        add_values(rows, values, dim, 0, QS_LANES - 1, 1, R, dtype);
     else
-        add_values(rows, op->v_cache, base, dim, begin, end, 0, R, dtype);
+        add_values(rows, values, dim, begin, end, 0, R, dtype);
 }
 
 #define ATTEND_AS(R, dtype)                                                                                       \
@@ -155,8 +203,9 @@ INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, 
     {                                                                                                             \
         attend_block(op, rows, base, next, k_scale, begin, end, every, R, dtype);                                \
     }
-#define ATTEND(R) \
-    ATTEND_AS(R, QS_F32) ATTEND_AS(R, QS_F16) ATTEND_AS(R, QS_BF16) ATTEND_AS(R, QS_F8) ATTEND_AS(R, QS_I8)
+#define ATTEND(R)                                                                                     \
+    ATTEND_AS(R, QS_F32) ATTEND_AS(R, QS_F16) ATTEND_AS(R, QS_BF16) ATTEND_AS(R, QS_F8) ATTEND_AS(R, QS_I8) \
+    ATTEND_AS(R, QS_U4)
 ATTEND_ROWS(ATTEND)
 
 /* For each row, the tokens of the block from `token` on that it sees. Returns whether all rows see all of it. */
@@ -181,11 +230,11 @@ static void attend_blocks(const qs_attention *op, const qs_queries *queries, que
     } kernels[] = {
 #define BY_DTYPE(R)                                                                                               \
     {R, {[QS_F32] = attend_##R##_QS_F32, [QS_F16] = attend_##R##_QS_F16, [QS_BF16] = attend_##R##_QS_BF16,        \
-         [QS_F8] = attend_##R##_QS_F8, [QS_I8] = attend_##R##_QS_I8}},
+         [QS_F8] = attend_##R##_QS_F8, [QS_I8] = attend_##R##_QS_I8, [QS_U4] = attend_##R##_QS_U4}},
         ATTEND_ROWS(BY_DTYPE)
     };
     const int32_t *table = queries->tables[row];
-    const int32_t width = op->head_dim * QS_LANES;
+    const int64_t bytes = qs_kv_bytes(op->kv_dtype, op->head_dim);
     int32_t from = queries->first[row], to = queries->last[row];
     for (int32_t r = row; r < row + count; r++) {
         from = queries->first[r] < from ? queries->first[r] : from;
@@ -197,10 +246,10 @@ static void attend_blocks(const qs_attention *op, const qs_queries *queries, que
         const int32_t token = block * QS_LANES, begin = from > token ? from - token : 0;
         const int32_t end = to < token + QS_LANES - 1 ? to - token : QS_LANES - 1;
         const int32_t every = find_seen(rows, queries, row, count, token);
-        int64_t base = ((int64_t)table[block] * op->kv_heads + kv_head) * width;
+        int64_t base = ((int64_t)table[block] * op->kv_heads + kv_head) * bytes;
         /* Fetch what comes next meanwhile: the next block, or the first one of the next head. */
-        int64_t next = block < stop ? ((int64_t)table[block + 1] * op->kv_heads + kv_head) * width
-                                    : ((int64_t)table[start] * op->kv_heads + kv_head + 1) * width;
+        int64_t next = block < stop ? ((int64_t)table[block + 1] * op->kv_heads + kv_head) * bytes
+                                    : ((int64_t)table[start] * op->kv_heads + kv_head + 1) * bytes;
         for (int32_t at = 0, i = 0; at < count; at += kernels[i].rows) {
             while (kernels[i].rows > count - at)
                 i++;
@@ -222,6 +271,8 @@ static void attend(const qs_attention *op, const qs_queries *queries, int32_t kv
         memcpy(at[r].q, queries->q[r], sizeof(float) * (size_t)dim);
         memset(at[r].sums, 0, sizeof at[r].sums);
         memset(at[r].total, 0, sizeof at[r].total);
+        memset(at[r].lows, 0, sizeof at[r].lows);
+        at[r].q_total = op->kv_dtype == QS_U4 ? total_of(at[r].q, dim, 0.0f, 0) : 0.0f;
         at[r].top = queries->top[r];
         at[r].total[0] = queries->total[r];
     }
@@ -233,14 +284,18 @@ static void attend(const qs_attention *op, const qs_queries *queries, int32_t kv
         attend_blocks(op, queries, at + row, row, end - row, queries->shared, INT32_MAX, k_scale, kv_head);
     }
     for (int r = 0; r < rows; r++) {
-        vf parts[PARTS];
-        UNROLL for (int p = 0; p < PARTS; p++)
+        vf parts[PARTS], lows[PARTS];
+        UNROLL for (int p = 0; p < PARTS; p++) {
             parts[p] = load(at[r].total + p * LANES);
-        float total = sum_parts(parts);
+            lows[p] = load(at[r].lows + p * LANES);
+        }
+        float total = sum_parts(parts), low = op->kv_dtype == QS_U4 ? sum_parts(lows) : 0.0f;
         int32_t j = 0;
         for (; j + LANES <= dim; j += LANES)
-            store(queries->out[r] + j, load(at[r].sums + j) / all(total) * all(v_scale));
+            store(queries->out[r] + j, with_lows(load(at[r].sums + j), low, op->kv_dtype) / all(total) * all(v_scale));
         for (; j < dim; j++)
             queries->out[r][j] = at[r].sums[j] / total * v_scale;
+        if (op->kv_dtype == QS_U4)
+            QS_NAME(inverse_hadamard)(queries->out[r], dim);
     }
 }

@@ -158,6 +158,16 @@ INLINE vf load_bf16(const uint16_t *x)
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 
+INLINE vi load_unsigned(const uint8_t *x)
+{
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x));
+}
+
+INLINE vf floats_of(vi x)
+{
+    return _mm256_cvtepi32_ps((__m256i)x);
+}
+
 INLINE vf load_bytes(const int8_t *x)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));

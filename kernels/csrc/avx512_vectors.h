@@ -146,6 +146,16 @@ INLINE vf load_bf16(const uint16_t *x)
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
+INLINE vi load_unsigned(const uint8_t *x)
+{
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x));
+}
+
+INLINE vf floats_of(vi x)
+{
+    return _mm512_cvtepi32_ps((__m512i)x);
+}
+
 INLINE vf load_bytes(const int8_t *x)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));

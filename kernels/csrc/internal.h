@@ -166,6 +166,18 @@ typedef struct {
 int32_t qs_pin(pthread_t thread, int32_t cpu, qs_cpus *before);
 void qs_unpin(pthread_t thread, qs_cpus *before);
 
+/* What the keys, or the values, of a head take in a block of the cache. */
+static inline int64_t qs_kv_bytes(int32_t dtype, int32_t dim)
+{
+    switch (dtype) {
+    case QS_F32: return (int64_t)dim * QS_LANES * 4;
+    case QS_F16:
+    case QS_BF16: return (int64_t)dim * QS_LANES * 2;
+    case QS_U4: return ((int64_t)dim / 2 + 4) * QS_LANES;
+    }
+    return (int64_t)dim * QS_LANES;
+}
+
 static inline float qs_half_to_float(uint16_t h)
 {
     union { uint32_t u; float f; } magic = {113u << 23}, v;

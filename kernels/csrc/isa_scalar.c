@@ -51,7 +51,7 @@ INLINE vf exp_lanes(vf x)
 
 INLINE vf load_floats(const void *values, int64_t at, const int dtype)
 {
-    return qs_scalar_kv_value(values, at, dtype);
+    return qs_scalar_cached(values, at, dtype);
 }
 
 #define CHAINS 1

@@ -162,6 +162,18 @@ INLINE int16x4_t four_bytes(const void *x)
     return vget_low_s16(vmovl_s8(vcreate_s8(four)));
 }
 
+INLINE vi load_unsigned(const uint8_t *x)
+{
+    uint32_t four;
+    memcpy(&four, x, sizeof four);
+    return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+}
+
+INLINE vf floats_of(vi x)
+{
+    return vcvtq_f32_s32(x);
+}
+
 INLINE vf load_bytes(const int8_t *x)
 {
     return vcvtq_f32_s32(vmovl_s16(four_bytes(x)));

@@ -460,12 +460,7 @@ static void QS_NAME(linear_float)(const qs_linear *op, const float *input, int32
     }
 }
 
-static inline int8_t QS_NAME(kv_code)(float x)
-{
-    int32_t finite = QS_NAME(magnitude)(x) < 0x7f800000u;
-    int32_t code = (int32_t)rintf(finite ? QS_NAME(clamp)(x, -127.0f, 127.0f) : 0.0f);
-    return (int8_t)(finite ? code : -128);
-}
+#include "kv_cache.h"
 
 /* out, which may be x, is x [2 * half] rotated. */
 static inline void QS_NAME(turn)(const float *x, float *out, const float *cosine, const float *sine, int32_t half)
@@ -486,38 +481,8 @@ static inline void QS_NAME(rotate)(const qs_rope_kv *op, float *x, const float *
     QS_NAME(turn)(x, x, op->cosine + (int64_t)position * half, op->sine + (int64_t)position * half, half);
 }
 
-/* Writes the key k and the value v of a head to their slot. */
-static void QS_NAME(store_kv)(const qs_rope_kv *op, const float *k, const float *v, int32_t slot, int32_t head)
-{
-    int64_t block = slot / QS_LANES, offset = slot % QS_LANES, dim = op->head_dim;
-    int64_t key = (block * op->kv_heads + head) * dim * QS_LANES + offset, value = key - offset + offset * dim;
-    for (int32_t j = 0; j < dim; j++, key += QS_LANES, value++)
-        switch (op->kv_dtype) {
-        case QS_F32:
-            ((float *)op->k_cache)[key] = k[j];
-            ((float *)op->v_cache)[value] = v[j];
-            break;
-        case QS_F16:
-            ((uint16_t *)op->k_cache)[key] = qs_float_to_half(k[j]);
-            ((uint16_t *)op->v_cache)[value] = qs_float_to_half(v[j]);
-            break;
-        case QS_BF16:
-            ((uint16_t *)op->k_cache)[key] = qs_float_to_bf16(k[j]);
-            ((uint16_t *)op->v_cache)[value] = qs_float_to_bf16(v[j]);
-            break;
-        case QS_I8:
-            ((int8_t *)op->k_cache)[key] = QS_NAME(kv_code)(k[j] / op->k_scale[head]);
-            ((int8_t *)op->v_cache)[value] = QS_NAME(kv_code)(v[j] / op->v_scale[head]);
-            break;
-        case QS_F8:
-            ((uint8_t *)op->k_cache)[key] = qs_float_to_e4m3(k[j] / op->k_scale[head]);
-            ((uint8_t *)op->v_cache)[value] = qs_float_to_e4m3(v[j] / op->v_scale[head]);
-            break;
-        }
-}
-
-/* Rotates the query heads of a key head, and its key, and subtracts from the key what all keys have in common. Returns
- * the key. */
+/* Rotates the query heads of a key head, and its key, and subtracts from the key what all keys have in common. Behind it,
+ * where the cache asks for it, these and the value are turned by a Hadamard matrix. Returns the key. */
 static inline float *QS_NAME(rotate_heads)(const qs_rope_kv *op, float *row, int32_t position, int32_t kv_head)
 {
     int32_t group = op->heads / op->kv_heads, dim = op->head_dim;
@@ -526,11 +491,17 @@ static inline float *QS_NAME(rotate_heads)(const qs_rope_kv *op, float *row, int
         QS_NAME(rotate)(op, q, op->q_norm, position);
         for (int32_t j = 0; op->q_scale && j < dim; j++)
             q[j] *= op->q_scale[position];
+        if (op->kv_dtype == QS_U4)
+            QS_NAME(hadamard)(q, dim);
     }
     float *k = row + (int64_t)(op->heads + kv_head) * dim;
     QS_NAME(rotate)(op, k, op->k_norm, position);
     for (int32_t j = 0; op->k_center && j < dim; j++)
         k[j] -= op->k_center[(int64_t)kv_head * dim + j];
+    if (op->kv_dtype == QS_U4) {
+        QS_NAME(hadamard)(k, dim);
+        QS_NAME(hadamard)(k + (int64_t)op->kv_heads * dim, dim);
+    }
     return k;
 }
 
@@ -557,20 +528,6 @@ static void QS_NAME(latent_kv)(const qs_latent_kv *op, float *kv, const float *q
             halves[j] = op->kv_dtype == QS_F16 ? qs_float_to_half(kv[j]) : qs_float_to_bf16(kv[j]);
 }
 
-static inline float QS_NAME(kv_value)(const void *cache, int64_t at, const int dtype)
-{
-    if (dtype == QS_F32)
-        return ((const float *)cache)[at];
-    if (dtype == QS_F16)
-        return qs_half_to_float(((const uint16_t *)cache)[at]);
-    if (dtype == QS_BF16)
-        return qs_bf16_to_float(((const uint16_t *)cache)[at]);
-    if (dtype == QS_F8)
-        return qs_e4m3_to_float(((const uint8_t *)cache)[at]);
-    int8_t code = ((const int8_t *)cache)[at];
-    return code == -128 ? NAN : (float)code;
-}
-
 static inline __attribute__((always_inline)) void QS_NAME(attend_as)(
     const qs_attention *op, const qs_queries *queries, int32_t kv_head, const int dtype)
 {
@@ -581,13 +538,14 @@ static inline __attribute__((always_inline)) void QS_NAME(attend_as)(
         float sum[256] = {0}, top = queries->top[r], total = queries->total[r];
         for (int32_t block = queries->first[r] / QS_LANES; block <= queries->last[r] / QS_LANES; block++) {
             float scores[QS_LANES] = {0}, best = top;
-            int64_t base = ((int64_t)queries->tables[r][block] * op->kv_heads + kv_head) * dim * QS_LANES;
+            int64_t base = ((int64_t)queries->tables[r][block] * op->kv_heads + kv_head) * qs_kv_bytes(dtype, dim);
+            const char *keys = (const char *)op->k_cache + base, *values = (const char *)op->v_cache + base;
             int32_t begin = queries->first[r] - block * QS_LANES, end = queries->last[r] - block * QS_LANES;
             begin = begin < 0 ? 0 : begin;
             end = end > QS_LANES - 1 ? QS_LANES - 1 : end;
             for (int32_t j = 0; j < dim; j++)
                 for (int i = 0; i < QS_LANES; i++)
-                    scores[i] += queries->q[r][j] * QS_NAME(kv_value)(op->k_cache, base + (int64_t)j * QS_LANES + i, dtype);
+                    scores[i] += queries->q[r][j] * QS_NAME(cached_key)(keys, dim, i, j, dtype);
             for (int32_t i = begin; i <= end; i++) {
                 scores[i] *= k_scale;
                 if (op->softcap != 0.0f)
@@ -603,11 +561,13 @@ static inline __attribute__((always_inline)) void QS_NAME(attend_as)(
                 float weight = QS_NAME(exp)(scores[i] - top);
                 total += weight;
                 for (int32_t j = 0; j < dim; j++)
-                    sum[j] += weight * QS_NAME(kv_value)(op->v_cache, base + (int64_t)i * dim + j, dtype);
+                    sum[j] += weight * QS_NAME(cached_value)(values, dim, i, j, dtype);
             }
         }
         for (int32_t j = 0; j < dim; j++)
             queries->out[r][j] = sum[j] / total * v_scale;
+        if (dtype == QS_U4)
+            QS_NAME(inverse_hadamard)(queries->out[r], dim);
     }
 }
 
@@ -619,6 +579,7 @@ static void QS_NAME(attend)(const qs_attention *op, const qs_queries *queries, i
     case QS_BF16: QS_NAME(attend_as)(op, queries, kv_head, QS_BF16); break;
     case QS_F8: QS_NAME(attend_as)(op, queries, kv_head, QS_F8); break;
     case QS_I8: QS_NAME(attend_as)(op, queries, kv_head, QS_I8); break;
+    case QS_U4: QS_NAME(attend_as)(op, queries, kv_head, QS_U4); break;
     }
 }
 

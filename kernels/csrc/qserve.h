@@ -198,7 +198,12 @@ typedef struct {
  * k_cache [blocks][kv_heads][head_dim][16], v_cache [blocks][kv_heads][16][head_dim], f32, f16, bf16, i8 or
  * f8. i8 and f8 hold k / k_scale and v / v_scale, scales f32 [kv_heads]: i8 rounded half to even and saturated at
  * -127 .. 127, f8 rounded to the nearest, ties to even, and saturated at 448. Values that are not finite become NaN,
- * which i8 writes as -128. k_center f32 [kv_heads, head_dim], or NULL, is subtracted from each rotated key. */
+ * which i8 writes as -128. k_center f32 [kv_heads, head_dim], or NULL, is subtracted from each rotated key.
+ * u4: caches [blocks][kv_heads] of head_dim / 2 * 16 bytes of codes, steps f16 [16] and lows f16 [16], a step and a low
+ * for each token. A number is low + step * code; low is the least, and 15 steps reach the greatest. Queries, keys and
+ * values are first turned by a Hadamard matrix (kv_cache.h), values in place, too. The codes of k are [head_dim / 2][16],
+ * of v [16][head_dim / 2]: element j has the lower half of a byte, element head_dim / 2 + j the upper. head_dim is a
+ * multiple of 32. A token with a number that is not finite, or too large for f16, reads as NaN. */
 typedef struct {
     float *qkv;
     const float *cosine, *sine;
@@ -212,7 +217,8 @@ typedef struct {
  * softmax. window > 0 limits a query to the last `window` positions. A softcap other than 0 makes a score s
  * softcap * tanh(s / softcap). sinks f32 [heads], or NULL: scores without a value. Row r of out, f32 [heads * head_dim],
  * starts at out + r * out_stride.
- * Caches and their scales are those of qs_rope_kv; scales are NULL for f32, f16 and bf16. head_dim is at most 256. */
+ * Caches and their scales are those of qs_rope_kv; scales are NULL but for i8 and f8. head_dim is at most 256. With u4,
+ * out is turned back. */
 typedef struct {
     const float *qkv;
     float *out;

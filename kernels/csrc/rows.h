@@ -14,6 +14,7 @@
  *   highest, sum              of the lanes
  *   magnitudes(top, x)        the higher of `top` and |x| as integers, so that no NaN is lost; highest_bits: of the lanes
  *   codes_of, store_codes     numbers in -128 .. 127 to integers, half to even, and those to bytes; sum_codes: of the lanes
+ *   load_unsigned, floats_of  bytes to integers, and integers to numbers
  *   load_halves, store_halves, load_bf16, load_bytes (signed), load_e4m3 (a 256th of it, NaN not told apart)
  *
  * + - * / are the operators of C. */

@@ -28,7 +28,8 @@ from qserve.commands.values import command_line, eval_job, gates, integers, name
 
 _ALWAYS = {"checkpoint", "kernels", "threads"}
 _WRITTEN = {"json_path", "markdown_path", "html_path", "gate"}
-_JUDGED = {"against", "max_kl", "max_ppl_increase", "min_top1", "card", "allow_calibration_text", "resume"}
+_JUDGED = {"against", "max_kl", "max_ppl_increase", "min_top1", "card", "allow_calibration_text", "resume",
+           "kv_cache_dtype"}
 _TEXT = {"data", "tokens", "window", "by", "stride"}
 # The options that belong to each measurement; one that is given but means nothing is refused.
 _KINDS = {
@@ -95,6 +96,9 @@ def evaluate(
         Path | None, typer.Option(help="YAML files of further tasks.", metavar="DIR")
     ] = None,
     task_limit: Annotated[int | None, typer.Option(help="Documents of each task. [default: all]")] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="KV cache of CKPT: fp16, fp32, int8, fp8 or int4_per_token_head; auto is what it says.")
+    ] = "auto",
     needle: Annotated[
         bool, typer.Option("--needle", help="Look for a sentence in long texts, with different KV caches.")
     ] = False,
@@ -102,7 +106,7 @@ def evaluate(
     needle_depths: Annotated[str, typer.Option(help="Where the sentence stands, in percent.")] = "0,25,50,75,100",
     needle_samples: Annotated[int, typer.Option(help="Sentences for each length and depth.")] = 2,
     kv_cache_dtypes: Annotated[
-        str, typer.Option(help="KV caches to compare with the first: fp16, fp32, int8 or fp8.")
+        str, typer.Option(help="KV caches to compare with the first: fp16, fp32, int8, fp8 or int4_per_token_head.")
     ] = "fp16,fp8",
 ) -> None:
     """Measure perplexity, KL divergence and top-1 agreement of CKPT against its base, on the kernels that serve.
@@ -140,7 +144,7 @@ def evaluate(
         )
         caches = names(kv_cache_dtypes)
         if not caches or "auto" in caches:
-            raise UsageError("--kv-cache-dtypes must name fp16, fp32, int8 or fp8")
+            raise UsageError("--kv-cache-dtypes must name fp16, fp32, int8, fp8 or int4_per_token_head")
         reports = evaluation.measure_needles(
             checkpoint, load_text(data, "evaluate"), haystack, caches, kernels, threads, command_line(), wanted,
             written,
@@ -153,6 +157,7 @@ def evaluate(
         reports = evaluation.measure_quality(
             checkpoint, against, measured, kernels, threads, command_line(), wanted, resume=resume,
             noise_floor=noise_floor, card=card, allow_calibration_text=allow_calibration_text, written=written,
+            kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
     enforce(reports)
 

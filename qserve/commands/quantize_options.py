@@ -93,7 +93,10 @@ KeepExperts = Annotated[
     ),
 ]
 KvCache = Annotated[
-    str, typer.Option(help="Calibrate scales for a KV cache in int8 or fp8; none leaves that to the server.")
+    str,
+    typer.Option(
+        help="Calibrate for a KV cache in int8, fp8 or int4_per_token_head; none leaves that to the server."
+    ),
 ]
 KvScales = Annotated[
     str,

@@ -141,7 +141,8 @@ def run(
     kv_cache_dtype: Annotated[
         str,
         typer.Option(
-            help="auto (what the checkpoint was calibrated for, else fp16), fp16, bf16, fp32, int8 or fp8."
+            help="auto (what the checkpoint was calibrated for, else fp16), fp16, bf16, fp32, int8, fp8 or "
+            "int4_per_token_head."
         ),
     ] = ENGINE.kv_cache_dtype,
     dtype: Annotated[

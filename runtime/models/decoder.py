@@ -15,7 +15,8 @@ from torch import Tensor
 from qserve.checkpoint.source import ModelSource
 from qserve.kernels import registry
 from qserve.kernels.executor import Executor, Placement, Program, Step
-from qserve.kernels.ops import BLOCK_SIZE, Cast, LogSoftmax
+from qserve.kernels.kv_cache import head_numel, stored_as
+from qserve.kernels.ops import BLOCK_SIZE, PACKED_KV, Cast, LogSoftmax
 from qserve.runtime.cache import CacheLayout, CacheSpec
 from qserve.runtime.models.config import DecoderConfig
 from qserve.runtime.models.layers import Buffers, LayerBuilder
@@ -63,7 +64,8 @@ class Decoder:
     a step was run, and where another stage is before this one, its output is put there first. Only the last stage has a
     head, and the norm before it.
 
-    ``kv_dtype``: float32, float16 or bfloat16, or int8 or float8_e4m3fn with the scales of the checkpoint.
+    ``kv_dtype``: float32, float16 or bfloat16, int8 or float8_e4m3fn with the scales of the checkpoint, or
+    ``PACKED_KV``.
 
     ``lora``: gets the places where adapters act. ``slots`` [slots, places, 2, …], in this machine's memory, are
     numbered behind the blocks of the cache (``block_of``).
@@ -168,9 +170,9 @@ class Decoder:
         """Make a cache of ``num_blocks`` with undefined content. After the load only an executor that asks for the
         cache's address in every run sees it: that of a GPU."""
         spec, device = self.layout.groups[0].spec, self.placement.device
-        width = spec.kv_heads * spec.head_dim * BLOCK_SIZE
+        width = spec.kv_heads * head_numel(self._kv_dtype, spec.head_dim)
         shape = self.layout.places, 1 if spec.latent else 2, num_blocks, width
-        self.kv = torch.empty(shape, dtype=self._kv_dtype, device=device)
+        self.kv = torch.empty(shape, dtype=stored_as(self._kv_dtype), device=device)
         views = [pages_of(place, spec, self.placement) for place in self.kv]
         for old, new in zip(self._pages, views):
             for tensor, other in zip(old, new):
@@ -219,6 +221,9 @@ def pages_of(place: Tensor, spec: CacheSpec, placement: Placement) -> tuple[Tens
     operations see."""
     if spec.latent:
         return (place[0].view(-1, BLOCK_SIZE, spec.head_dim),)
+    if place.dtype == stored_as(PACKED_KV):
+        keys, values = place.unflatten(-1, (spec.kv_heads, -1))
+        return keys, values
     shape = (-1, spec.kv_heads, BLOCK_SIZE, spec.head_dim)
     if placement.keys_by_token:
         return place[0].view(shape).transpose(2, 3), place[1].view(shape)
@@ -239,7 +244,8 @@ def missing_kernels(
     builder = LayerBuilder(config, Headers(source), buffers, kv_dtype, lora)
     layout = config.cache_layout
     spec = layout.groups[0].spec
-    layer = torch.empty(2, 1, spec.kv_heads * spec.head_dim * BLOCK_SIZE, dtype=kv_dtype, device=placement.device)
+    width = spec.kv_heads * head_numel(kv_dtype, spec.head_dim)
+    layer = torch.empty(2, 1, width, dtype=stored_as(kv_dtype), device=placement.device)
     pages_of_layer = pages_of(layer, spec, placement)
     found = registry.fallbacks(executor, builder.embed())
     for i in range(config.num_hidden_layers):

@@ -8,7 +8,8 @@ from torch import Tensor
 from qserve.checkpoint.errors import CheckpointError, UsageError
 from qserve.checkpoint.kv import key_center, kv_scales
 from qserve.checkpoint.source import ModelSource
-from qserve.kernels.ops import SCALED_KV
+from qserve.kernels.kv_cache import PACKED_HEADS
+from qserve.kernels.ops import PACKED_KV, SCALED_KV
 
 _DTYPES = {
     "fp16": torch.float16,
@@ -16,6 +17,7 @@ _DTYPES = {
     "fp32": torch.float32,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
+    "int4_per_token_head": PACKED_KV,
 }
 
 
@@ -33,6 +35,13 @@ def cache_dtype(option: str, source: ModelSource) -> torch.dtype:
             "or serve it with --kv-cache-dtype fp8"
         )
     return _DTYPES[option]
+
+
+def require_packed_heads(head_dim: int, name: str) -> None:
+    """Raises ``UsageError`` where heads of ``head_dim`` do not fit a cache of 4 bits."""
+    if head_dim % PACKED_HEADS:
+        raise UsageError(f"{name} has heads of {head_dim}; a KV cache in int4_per_token_head takes multiples of "
+                         f"{PACKED_HEADS}: choose fp8")
 
 
 def cache_scales(
@@ -63,11 +72,20 @@ def cache_scales(
 
 
 def cache_center(
-    source: ModelSource, attention: str, kv_heads: int, head_dim: int, dtype: torch.dtype
+    source: ModelSource, attention: str, kv_heads: int, head_dim: int, dtype: torch.dtype, *, shift_matters: bool
 ) -> Tensor | None:
     """float32 [kv_heads, head_dim], which the module ``attention`` subtracts from its keys. None for a float cache, and
-    where the checkpoint has none. Raises ``CheckpointError`` where its shape is another."""
-    center = key_center(source, attention) if dtype in SCALED_KV else None
+    where the checkpoint has none. ``shift_matters``: scores have a cap or sinks, so nothing may be subtracted.
+
+    Raises ``CheckpointError`` where its shape is another, and where scales were made for keys less a centre that may
+    not be subtracted.
+    """
+    center = key_center(source, attention) if dtype in (*SCALED_KV, PACKED_KV) else None
+    if center is not None and shift_matters:
+        if dtype == torch.int8 and bool(center.any()):
+            raise CheckpointError(f"{source.name}: {attention} has int8 scales for centred keys, but its scores have a "
+                                  "cap or sinks: quantize the model again, or serve it with --kv-cache-dtype fp16")
+        return None
     if center is not None and center.shape != (kv_heads, head_dim):
         raise CheckpointError(
             f"{source.name}: {attention} centres keys of shape {tuple(center.shape)}, not {(kv_heads, head_dim)}"

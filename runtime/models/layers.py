@@ -341,7 +341,8 @@ class LayerBuilder:
             None if scale is None else scale[keys.start : keys.stop]
             for scale in cache_scales(weights.source, module, stored, self._kv_dtype)
         )
-        k_center = cache_center(weights.source, module, stored, dim, self._kv_dtype)
+        shift_matters = config.score_cap > 0 or config.family.sinks
+        k_center = cache_center(weights.source, module, stored, dim, self._kv_dtype, shift_matters=shift_matters)
         if k_center is not None:
             k_center = k_center[keys.start : keys.stop, element_order(config, rotary_dim)]
         sinks = None

@@ -1,4 +1,5 @@
-"""KV caches in int8 and e4m3 with static scales: each ISA against the torch reference, and their invariance."""
+"""KV caches in int8 and e4m3 with static scales, and of 4 bits: each ISA against the torch reference, and their
+invariance."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ import torch
 
 from qserve.kernels import native
 from qserve.kernels.executor import Executor, Step
-from qserve.kernels.ops import Attention, RopeKV
+from qserve.kernels.kv_cache import decode_packed, encode_packed, hadamard, inverse_hadamard, packed_parts
+from qserve.kernels.ops import PACKED_KV, Attention, RopeKV
 from qserve.kernels.reference import ReferenceExecutor, decode_kv, encode_kv
+from tests.kernels.packed_cache import packed, unpacked
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 DTYPES = [torch.int8, torch.float8_e4m3fn]
+ALL = [*DTYPES, PACKED_KV]
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -33,14 +37,19 @@ class Cache:
     def __init__(
         self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int = 0, center: float | None = None
     ) -> None:
-        nan = -128 if dtype == torch.int8 else 0x7F
         self.heads, self.kv_heads, self.dim, self.window = heads, kv_heads, dim, window
-        self.k = torch.full((12, kv_heads, dim, 16), nan, dtype=torch.int8).view(dtype)
-        self.v = torch.full((12, kv_heads, 16, dim), nan, dtype=torch.int8).view(dtype)
         generator = torch.Generator().manual_seed(3)
-        # Some values saturate.
-        self.k_scale = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
-        self.v_scale = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
+        self.k_scale = self.v_scale = None
+        if dtype == PACKED_KV:
+            unwritten = torch.full((12, kv_heads, 16, dim), math.nan)
+            self.k, self.v = (packed(unwritten, keys=keys) for keys in (True, False))
+        else:
+            nan = -128 if dtype == torch.int8 else 0x7F
+            self.k = torch.full((12, kv_heads, dim, 16), nan, dtype=torch.int8).view(dtype)
+            self.v = torch.full((12, kv_heads, 16, dim), nan, dtype=torch.int8).view(dtype)
+            # Some values saturate.
+            self.k_scale = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
+            self.v_scale = (torch.rand(kv_heads, generator=generator) + 2.5) / LIMITS[dtype]
         self.center = None if center is None else torch.randn(kv_heads, dim, generator=generator) * center
         angles = torch.rand(128, dim // 2, generator=generator) * 6
         self.cosine, self.sine = angles.cos(), angles.sin()
@@ -116,7 +125,7 @@ def test_values_are_stored_bit_for_bit_like_the_reference(isa: native.Isa, dtype
     assert torch.equal(cache.v[3].movedim(0, 1).view(torch.int8), want.view(torch.int8))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("window", [0, 11])
 def test_attention_does_not_depend_on_chunks_or_neighbours(isa: native.Isa, dtype: torch.dtype, window: int) -> None:
     torch.manual_seed(6)
@@ -144,7 +153,7 @@ def test_attention_does_not_depend_on_chunks_or_neighbours(isa: native.Isa, dtyp
         assert torch.equal(run(chunks, neighbour, three), whole), (chunks, neighbour)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("part", ["k", "v"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_reaches_all_that_see_it(
@@ -165,6 +174,51 @@ def test_what_is_not_finite_reaches_all_that_see_it(
         if isinstance(executor, native.NativeExecutor):
             assert torch.equal(clean[:bad], poisoned[:bad])
         assert poisoned[bad:].isnan().all()
+
+
+@pytest.mark.parametrize("dim", [32, 96, 128])
+def test_codes_of_4_bits_are_stored_bit_for_bit_like_the_reference(isa: native.Isa, dim: int) -> None:
+    """Values, which are not rotated by position: large and tiny ones, equal ones, and what float16 cannot hold."""
+    torch.manual_seed(5)
+    cache, heads = Cache(PACKED_KV, 2, 2, dim), 2
+    qkv = torch.randn(16, 6 * dim) * torch.logspace(-9, 3, 16)[:, None]
+    qkv[3, 5 * dim :] = math.inf
+    qkv[4, 4 * dim :] = 0.0
+    qkv[5, 4 * dim : 5 * dim] = 1e6
+    qkv[6, 4 * dim :] = torch.eye(2 * dim)[0] * 3.0
+    cache.run(native.NativeExecutor(1, isa), qkv.clone(), one_sequence(0, 16, [3]))
+    want = encode_packed(hadamard(qkv.view(16, 6, dim)[:, 2 * heads :]))
+    for mine, other in zip(packed_parts(cache.v, dim, keys=False), want):
+        mine = mine[3].movedim(0, 1)
+        assert torch.equal(mine.isnan(), other.isnan()) and torch.equal(mine.nan_to_num(), other.nan_to_num())
+    numbers, _ = unpacked(cache.v, dim, keys=False)
+    assert numbers[3, 1, 3].isnan().all() and numbers[3, 0, 5].isnan().all()
+    assert numbers[3, :, 4].eq(0).all() and numbers[3, :, 6].isfinite().all()
+
+
+def test_a_number_comes_back_within_half_a_step() -> None:
+    x = torch.randn(50, 96, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 3, 50)[:, None]
+    assert ((inverse_hadamard(hadamard(x)) - x).abs() <= 1e-6 * x.abs().amax(-1, keepdim=True)).all()
+    codes, step, low = encode_packed(x)
+    apart = (decode_packed(codes, step, low) - x).abs()
+    # A step and a low in float16 are off by 2^-11 of themselves.
+    assert (apart <= 0.5 * step.float()[:, None] * 1.01 + 2**-10 * x.abs().amax(-1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("channels", [[5], [0, 32]], ids=str)
+def test_what_is_large_in_few_channels_spoils_no_others(channels: list[int]) -> None:
+    """A channel that is 30 times as large as the others would take all levels for itself, were heads not turned."""
+    keys = torch.randn(60, 64, generator=torch.Generator().manual_seed(9))
+    keys[..., channels] += 30.0
+    spoilt = (decode_packed(*encode_packed(keys)) - keys).square().mean()
+    turned = (inverse_hadamard(decode_packed(*encode_packed(hadamard(keys)))) - keys).square().mean()
+    assert turned < 0.2 * spoilt
+
+
+def test_heads_that_fill_no_vectors_of_codes_are_refused() -> None:
+    cache, qkv = Cache(PACKED_KV, 2, 2, 48), torch.zeros(1, 6 * 48)
+    op = Attention(qkv, qkv, cache.k, cache.v, 2, 2, 48, 1.0)
+    assert "multiples of 32" in str(native.NativeExecutor(1).supports(op))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

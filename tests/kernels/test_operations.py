@@ -23,7 +23,9 @@ from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.executor import Executor, Step
+from qserve.kernels.kv_cache import PACKED_HEADS
 from qserve.kernels.ops import (
+    PACKED_KV,
     SCALED_KV,
     Activation,
     Argmax,
@@ -43,6 +45,7 @@ from qserve.kernels.ops import (
 )
 from qserve.kernels.prepack import int_tiles
 from qserve.kernels.reference import ReferenceExecutor, round_input
+from tests.kernels.packed_cache import packed, unpacked
 from tests.kernels.quantized_weights import make_weight
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
@@ -467,6 +470,8 @@ class Attending:
             k, v = k * 40, v * 40
         if self.dtype == torch.int8:
             k, v = (each.clamp(-127, 127).nan_to_num(-128) for each in (k, v))
+        if self.dtype == PACKED_KV:
+            return packed(k.mT, keys=True), packed(v, keys=False)
         return k.to(self.dtype), v.to(self.dtype)
 
     @property
@@ -509,25 +514,31 @@ class Attending:
         return torch.tensor(found)
 
 
-HEAD_DIMS = st.one_of(st.sampled_from([16, 48, 64, 72, 80, 256]), st.integers(2, 100))
+HEAD_DIMS = st.one_of(st.sampled_from([16, 32, 48, 64, 72, 80, 96, 128, 256]), st.integers(2, 100))
 
 
 @st.composite
 def attendings(draw: st.DrawFn) -> Attending:
     kv_heads = draw(st.integers(1, 3))
     heads, dim = kv_heads * draw(st.sampled_from([1, 2, 3, 5, 14])), draw(HEAD_DIMS)
+    packable = [] if dim % PACKED_HEADS else [PACKED_KV]
     lengths = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=3))
     tokens = sum(new for _, new in lengths)
     return Attending(
         heads, kv_heads, dim, 2 * draw(st.integers(1, dim // 2)), draw(st.sampled_from([0, 0, 1, 7, 20])),
-        draw(st.sampled_from([torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn])), lengths,
+        draw(st.sampled_from([torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn, *packable])), lengths,
         draw(matrices(tokens, (heads + 2 * kv_heads) * dim)), draw(st.sampled_from(["", "heads", "all"])),
         draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 2.0])), draw(st.booleans()), draw(st.booleans()),
     )  # fmt: skip
 
 
-def check_cache(mine: Tensor, want: Tensor, atol: float) -> None:
+def check_cache(mine: Tensor, want: Tensor, atol: float, dim: int, *, keys: bool) -> None:
     """A rotation's last bit may round to the next value that the cache has."""
+    if mine.dtype == torch.uint8:
+        (one, step), (two, _) = unpacked(mine, dim, keys=keys), unpacked(want, dim, keys=keys)
+        assert torch.equal(one.isnan(), two.isnan())
+        assert ((one - two).nan_to_num().abs() <= 1.02 * step.nan_to_num() + atol).all()
+        return
     if mine.dtype not in SCALED_KV:
         rtol = 2**-10 if mine.dtype == torch.float16 else 1e-5
         torch.testing.assert_close(mine, want, rtol=rtol, atol=atol, equal_nan=True)
@@ -550,8 +561,8 @@ def test_rope_and_attention(case: Attending) -> None:
         stored = clean.store(executor(isa))
         torch.testing.assert_close(stored[0], rows, rtol=1e-5, atol=size * 1e-5)
         if size < 1e3:  # else what the norm or the rotation cancels is as large as a value
-            for mine, other in zip(stored[1:], (keys, values)):
-                check_cache(mine, other, size * 1e-5)
+            check_cache(stored[1], keys, size * 1e-5, case.dim, keys=True)
+            check_cache(stored[2], values, size * 1e-5, case.dim, keys=False)
         out = clean.attend(executor(isa), *stored)
         if size < 20:  # else scores are so large that their last digits choose between keys
             want = clean.attend(ReferenceExecutor(), *stored)

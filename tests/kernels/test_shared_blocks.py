@@ -10,8 +10,9 @@ from torch import Tensor
 
 from qserve.kernels import native
 from qserve.kernels.executor import Step
-from qserve.kernels.ops import SCALED_KV, Attention, RopeKV
+from qserve.kernels.ops import PACKED_KV, SCALED_KV, Attention, RopeKV
 from qserve.kernels.reference import ReferenceExecutor
+from tests.kernels.packed_cache import packed
 
 BLOCK = 16
 
@@ -42,6 +43,10 @@ class Batch:
         keys = torch.randn(count, kv_heads, dim, BLOCK, generator=generator)
         values = torch.randn(count, kv_heads, BLOCK, dim, generator=generator)
         scale = 40 if dtype in SCALED_KV else 1
+        if dtype == PACKED_KV:
+            self.k, self.v = packed(keys.mT, keys=True), packed(values, keys=False)
+            self.scale = None
+            return
         self.k, self.v = ((each * scale).clamp(-127, 127).to(dtype) for each in (keys, values))
         self.scale = torch.full((kv_heads,), 0.02) if dtype in SCALED_KV else None
 
@@ -72,7 +77,7 @@ class Batch:
     ("heads", "kv_heads", "dim", "dtype"),
     [
         (9, 3, 64, torch.float16), (4, 4, 40, torch.float32), (5, 1, 16, torch.bfloat16), (13, 1, 32, torch.float16),
-        (6, 2, 24, torch.int8), (6, 2, 64, torch.float8_e4m3fn),
+        (6, 2, 24, torch.int8), (6, 2, 64, torch.float8_e4m3fn), (9, 3, 64, PACKED_KV),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("threads", [1, 3])

@@ -15,6 +15,7 @@ from qserve.runtime.cache import CacheLayout, CacheSpec, blocks_needed, tokens_h
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.digests import chain_digests
 from qserve.runtime.engine import Engine
+from qserve.runtime.memory import block_bytes_of
 from qserve.runtime.sampling import SamplingParams
 
 WINDOW, BLOCK = 20, 16
@@ -27,7 +28,7 @@ def test_layers_of_one_kind_are_one_group() -> None:
         layout = CacheLayout.of([spec] * 5)
         assert [group.layers for group in layout.groups] == [(0, 1, 2, 3, 4)]
         assert layout.windows == (spec.window,) and layout.places == 5
-        assert layout.block_bytes(16, 2) == 2 * 5 * 2 * 16 * 2 * 16
+        assert block_bytes_of(layout, torch.float16) == 2 * 5 * 2 * 16 * 2 * 16
 
 
 def test_the_rarest_kind_is_one_group_and_the_others_are_several() -> None:
@@ -288,7 +289,7 @@ def test_a_window_needs_less_memory_than_the_whole(alternating: tuple[Path, torc
     path, _ = alternating
     engine = engine_of(path, kv_cache_memory=12 * 4096)
     layout = engine.runner.decoder.layout  # type: ignore[attr-defined]
-    assert engine.memory.kv_cache == engine.memory.num_blocks * layout.block_bytes(BLOCK, 2) <= 12 * 4096
+    assert engine.memory.kv_cache == engine.memory.num_blocks * block_bytes_of(layout, torch.float16) <= 12 * 4096
     # Two groups keep three blocks each, the third the rest.
     assert engine.max_model_len == (engine.memory.num_blocks - 2 * 3) * BLOCK
     assert engine_of(tiny_model).memory.windows == (0,)
@@ -300,5 +301,6 @@ def test_gemma_3_keeps_a_quarter_of_what_full_layers_would(layers: int, window: 
     specs = [CacheSpec(4, 256, 0 if (layer + 1) % 6 == 0 else window) for layer in range(layers)]
     layout = CacheLayout.of(specs)
     full = CacheLayout.of([CacheSpec(4, 256)] * layers)
-    kept = blocks_needed(8192, 16, layout.windows) * layout.block_bytes(16, 2)
-    assert kept <= (0.25 if window == 512 else 0.35) * blocks_needed(8192, 16, full.windows) * full.block_bytes(16, 2)
+    kept = blocks_needed(8192, 16, layout.windows) * block_bytes_of(layout, torch.float16)
+    whole = blocks_needed(8192, 16, full.windows) * block_bytes_of(full, torch.float16)
+    assert kept <= (0.25 if window == 512 else 0.35) * whole

@@ -21,6 +21,7 @@ from qserve.runtime.config import EngineConfig
 from qserve.runtime.digests import chain_digests
 from qserve.runtime.draft_model import DraftModel
 from qserve.runtime.engine import Engine
+from qserve.runtime.memory import block_bytes_of
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.speculative_config import SpeculativeConfig
@@ -312,7 +313,7 @@ def test_layers_with_a_state_take_no_blocks() -> None:
     layout = CacheLayout.of([state, full, state, full])
     assert [group.layers for group in layout.groups] == [(1, 3)] and layout.windows == (0,)
     assert layout.state_bytes == 2 * 4 * (120 + 64)
-    assert layout.block_bytes(16, 2) == CacheLayout.of([full, full]).block_bytes(16, 2)
+    assert block_bytes_of(layout, torch.float16) == block_bytes_of(CacheLayout.of([full, full]), torch.float16)
     with pytest.raises(ValueError, match="some layer must keep it"):
         CacheLayout.of([state])
 

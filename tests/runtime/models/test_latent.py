@@ -21,6 +21,7 @@ from qserve.checkpoint.writer import CheckpointWriter
 from qserve.evals.planner.family import shape_of
 from qserve.kernels import registry
 from qserve.quantize import fp8
+from qserve.runtime.memory import block_bytes_of
 from qserve.runtime.models import latent
 from qserve.runtime.models.config import DecoderConfig, decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
@@ -166,8 +167,8 @@ def test_norms_of_latents_have_an_epsilon_of_their_own(tmp_path: Path, monkeypat
 def test_a_latent_is_kept_once(tmp_path: Path) -> None:
     make("deepseek_v3", tmp_path)
     small = decoder(tmp_path, kv_dtype=torch.float16)
-    assert small.kv.nbytes == 3 * LIMITS.num_blocks * small.layout.block_bytes(16, 2) // 3
-    assert small.layout.block_bytes(16, 2) == 3 * 16 * (40 + 8) * 2
+    assert small.kv.nbytes == 3 * LIMITS.num_blocks * block_bytes_of(small.layout, torch.float16) // 3
+    assert block_bytes_of(small.layout, torch.float16) == 3 * 16 * (40 + 8) * 2
     published = decoder_config({"model_type": "deepseek_v3"}, "DeepSeek-V3")
     assert published.kv_bytes_per_token(2) // published.num_hidden_layers == 1152
 
