@@ -87,6 +87,12 @@ JUDGES = {
 }
 PEERS = {
     "llama-cpp": Environment(("llama-cpp-python>=0.3.16",), ("llama_cpp",)),  # compiled for this machine
+    # Where what is compiled for the machine ends with an illegal instruction, as in some guests with AMX.
+    "llama-cpp-avx512": Environment(
+        ("llama-cpp-python>=0.3.16",), ("llama_cpp",),
+        variables=(("CMAKE_ARGS", "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON "
+                    "-DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON"),),
+    ),
     "llama-cpp-avx2": Environment(
         ("llama-cpp-python>=0.3.16",), ("llama_cpp",),
         variables=(("CMAKE_ARGS", "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"),),

@@ -11,7 +11,8 @@ the scale of the keys goes into that of the softmax, the scale of the values int
 
 The matrix unit wants values across keys, but only 16-bit words are transposed on their way to it. Two codes of a key
 make such a word, and the even dimensions are multiplied apart from the odd. In a tile with many rows that would cost
-more products than it saves.
+more products than it saves. Codes of 4 bits are read as they lie: a byte has an element of either half of a head, and
+the halves are multiplied apart. Their numbers are float16 before they are multiplied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qserve.kernels.ops import BLOCK_SIZE, Attention
+from qserve.kernels.ops import BLOCK_SIZE, PACKED_KV, Attention
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.pointwise import tanh
 from qserve.kernels.triton.target import Target, takes_ptx
@@ -39,7 +40,7 @@ RESERVED = 1 << 10
 @dataclass(frozen=True)
 class Shape:
     """How a product is cut: ``rows`` of queries and heads, ``keys`` at a time, ``stages`` of keys in flight.
-    ``pairs``: values are read as words of two codes. ``folds``: a tile folds its chunks."""
+    ``pairs``: values are read as words of two codes of 8 bits. ``folds``: a tile folds its chunks."""
 
     rows: int
     keys: int
@@ -54,12 +55,23 @@ def tile_shape(op: Attention, gpu: Target, invariant: bool) -> Shape:
     chunk's and its own, and an older matrix unit has the queries there, too: then there are half as many. So it is for
     a cache of 32 bits, for which shared memory is too small, as it is for more codes beside activations of 32 bits."""
     wide = op.head_dim > 128
+    if op.kv_dtype == PACKED_KV:
+        return _packed_shape(op, gpu, invariant)
     few = invariant or not {"wgmma", "tcgen05"} & gpu.features or op.k_cache.dtype.itemsize > 2
     rows, keys = (32 if wide else 64) * (1 if few else 2), 32 if wide else 64
     if not few and not wide and op.k_cache.dtype.itemsize == 1 and op.qkv.dtype.itemsize == 2:
         keys = 128  # codes pass through registers: with more of them at a time, products wait less
     group: int = triton.next_power_of_2(op.heads // op.kv_heads)
     return Shape(max(rows, group), keys, 256 // gpu.warp, 2 if few or wide else 3, folds=invariant)
+
+
+def _packed_shape(op: Attention, gpu: Target, invariant: bool) -> Shape:
+    """Codes of 4 bits leave registers for no more: beside them are steps and lows, and two halves of the sums."""
+    units = {"wgmma", "tcgen05"} & gpu.features
+    rows, keys = 64 if units else 32, 64 if units and not invariant else 32
+    if op.head_dim > 128:
+        rows, keys = 64 if units and not invariant else 16, 16 if "wgmma" in units and not invariant else 32
+    return Shape(rows, keys, 256 // gpu.warp, 2, folds=invariant)
 
 
 def decode_shape(op: Attention) -> Shape:
@@ -70,6 +82,8 @@ def decode_shape(op: Attention) -> Shape:
     warps = 4 if rows <= 64 else 8
     if op.k_cache.dtype == torch.float8_e4m3fn and rows == 16 and op.head_dim <= 128:
         return Shape(rows, 128, warps, 3, pairs=True)
+    if op.kv_dtype == PACKED_KV:
+        return Shape(rows, 32 if op.head_dim > 128 else 64, warps, 3)
     return Shape(rows, 32 if op.head_dim > 128 else 64, warps, {1: 4, 2: 3}.get(size, 2), pairs=size == 1)
 
 
@@ -159,16 +173,52 @@ def _decoded(codes, COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PTX: tl.const
 
 
 @triton.jit
+def padded_halves(BLOCK_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Which element of a head each of BLOCK_DIM is, where both of its halves are padded, and whether it is one."""
+    dims = tl.arange(0, BLOCK_DIM)
+    half = dims % (BLOCK_DIM // 2)
+    return dims // (BLOCK_DIM // 2) * (DIM // 2) + half, half < DIM // 2
+
+
+@triton.jit
+def in_halves(x):
+    """The first and the second half of the columns of x."""
+    ROWS: tl.constexpr = x.shape[0]
+    HALF: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def whole_heads(acc, other, PAIRS: tl.constexpr, PACKED: tl.constexpr):
+    """Sums of heads from those of their even and odd dimensions, or of their halves."""
+    ROWS: tl.constexpr = acc.shape[0]
+    WIDTH: tl.constexpr = 2 * acc.shape[1]
+    if PAIRS:
+        return tl.reshape(tl.join(acc, other), (ROWS, WIDTH))
+    elif PACKED:
+        return tl.reshape(tl.permute(tl.join(acc, other), (0, 2, 1)), (ROWS, WIDTH))
+    else:
+        return acc
+
+
+@triton.jit
+def _halves_of(codes, step, low):
+    """Codes of 4 bits as float16 or float32: those in the lower and those in the upper halves of bytes."""
+    return (codes & 15).to(step.dtype) * step + low, (codes >> 4).to(step.dtype) * step + low
+
+
+@triton.jit
 def attend(
     top, total, acc, odd, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
-    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr,
+    PTX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The softmax ``top``, ``total`` and ``acc`` of queries q [rows, BLOCK_DIM] at positions ``at``, with the keys from
     ``begin`` to ``end`` added. Not MASKED: every query sees all of them, and they are a multiple of KEYS.
 
-    PAIRS: values are words of two codes; ``acc`` is of even dimensions, ``odd`` of the others.
+    PAIRS: values are words of two codes; ``acc`` is of even dimensions, ``odd`` of the others. PACKED: ``acc`` is of
+    the first half of a head, ``odd`` of the second.
     """
     dims = tl.arange(0, BLOCK_DIM)
     halves = tl.arange(0, BLOCK_DIM // 2)
@@ -176,6 +226,13 @@ def attend(
     ahead = tl.arange(0, KEYS)
     cell = (head * PAGE + ahead % PAGE)[:, None] * DIM + dims[None, :]
     pair_cell = (head * PAGE + ahead % PAGE)[:, None] * (DIM // 2) + halves[None, :]
+    if PACKED:
+        HALF: tl.constexpr = DIM // 2
+        q_first, q_second = in_halves(q)
+        k_scales_ptr = k_ptr.to(tl.pointer_type(tl.float16), bitcast=True)
+        v_scales_ptr = v_ptr.to(tl.pointer_type(tl.float16), bitcast=True)
+        k_cell = halves[:, None] * PAGE + (ahead % PAGE)[None, :]
+        v_cell = (ahead % PAGE)[:, None] * HALF + halves[None, :]
     table_ptr += ahead // PAGE
     pages = tl.load(table_ptr + begin // PAGE, mask=begin + ahead < end, other=0)
     for start in range(begin, end, KEYS):
@@ -183,10 +240,25 @@ def attend(
         inside = keys < end
         cells = pages[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM) + cell
         pairs = pages[:, None].to(tl.int64) * (KV_HEADS * PAGE * DIM // 2) + pair_cell
+        if PACKED:
+            pages_now = pages
         # The pages of the next turn: copies of keys that wait for their pages would not run as far ahead.
         pages = tl.load(table_ptr + (start + KEYS) // PAGE, mask=keys + KEYS < end, other=0)
         # Memory behind the last key may be NaN. For keys the scores mask it, for values the mask is here.
-        if PAIRS:
+        if PACKED:
+            base = (pages_now.to(tl.int64) * KV_HEADS + head) * (PAGE * (HALF + 4))
+            scales = base // 2 + PAGE * HALF // 2 + ahead % PAGE
+            if BLOCK_DIM != DIM:
+                k = tl.load(k_ptr + base[None, :] + k_cell, mask=(halves < HALF)[:, None], other=0)
+                v = tl.load(v_ptr + base[:, None] + v_cell, mask=(halves < HALF)[None, :], other=0)
+            else:
+                k = tl.load(k_ptr + base[None, :] + k_cell)
+                v = tl.load(v_ptr + base[:, None] + v_cell)
+            k_step = tl.load(k_scales_ptr + scales).to(q.dtype)
+            k_low = tl.load(k_scales_ptr + scales + PAGE).to(q.dtype)
+            v_step = tl.load(v_scales_ptr + scales, mask=inside, other=0.0).to(q.dtype)
+            v_low = tl.load(v_scales_ptr + scales + PAGE, mask=inside, other=0.0).to(q.dtype)
+        elif PAIRS:
             v = tl.load(v_ptr + pairs, mask=inside[:, None] & (halves < DIM // 2)[None, :], other=0)
         elif BLOCK_DIM != DIM:
             v = tl.load(v_ptr + cells, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
@@ -194,11 +266,16 @@ def attend(
             v = tl.load(v_ptr + cells, mask=inside[:, None], other=0.0)
         else:
             v = tl.load(v_ptr + cells)
-        if BLOCK_DIM == DIM:
-            k = tl.load(k_ptr + cells)
+        if PACKED:
+            first, second = _halves_of(k, k_step[None, :], k_low[None, :])
+            scores = tl.dot(q_first, first, input_precision="ieee")
+            scores = tl.dot(q_second, second, scores, input_precision="ieee")
         else:
-            k = tl.load(k_ptr + cells, mask=(dims < DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, INTEGERS, PTX)), input_precision="ieee")
+            if BLOCK_DIM == DIM:
+                k = tl.load(k_ptr + cells)
+            else:
+                k = tl.load(k_ptr + cells, mask=(dims < DIM)[None, :], other=0.0)
+            scores = tl.dot(q, tl.trans(_decoded(k, q.dtype, INTEGERS, PTX)), input_precision="ieee")
         factor = scale
         if SOFTCAP > 0:  # the scale has divided by the cap, the cap has the factor of exp2
             scores = tanh(scores * scale)
@@ -216,7 +293,11 @@ def attend(
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        if PAIRS:
+        if PACKED:
+            first, second = _halves_of(v, v_step[:, None], v_low[:, None])
+            acc = tl.dot(weights.to(q.dtype), first, acc, input_precision="ieee")
+            odd = tl.dot(weights.to(q.dtype), second, odd * shrink[:, None], input_precision="ieee")
+        elif PAIRS:
             v_even, v_odd = _pair(v, q.dtype, INTEGERS, PTX)
             acc = tl.dot(weights.to(q.dtype), v_even, acc, input_precision="ieee")
             odd = tl.dot(weights.to(q.dtype), v_odd, odd * shrink[:, None], input_precision="ieee")
@@ -231,20 +312,18 @@ def attend(
 def _chunk(
     q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr,
-    PTX: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, INTEGERS: tl.constexpr, PACKED: tl.constexpr,
+    PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The partial softmax of queries q [ROWS, BLOCK_DIM] at positions ``at`` over keys from ``begin`` to ``end``."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS else BLOCK_DIM], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS or PACKED else BLOCK_DIM], tl.float32)
     top, total, acc, odd = attend(
         top, total, acc, acc, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
-        KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, True,
+        KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PACKED, PAIRS, PTX, True,
     )  # fmt: skip
-    if PAIRS:
-        acc = tl.reshape(tl.join(acc, odd), (ROWS, BLOCK_DIM))
-    return top, total, acc
+    return top, total, whole_heads(acc, odd, PAIRS, PACKED)
 
 
 @triton.jit
@@ -260,7 +339,8 @@ def tile_kernel(
     qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, tiles_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-    COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr, FOLDS: tl.constexpr,
+    COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    FOLDS: tl.constexpr,
 ):  # fmt: skip
     """A tile: (first row, queries, where its block table begins among the staged numbers)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -270,8 +350,12 @@ def tile_kernel(
     queries = tl.load(tiles_ptr + tile * 3 + 1)
     table_ptr = staged_ptr + tl.load(tiles_ptr + tile * 3 + 2)
     position = tl.load(positions_ptr + row)
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
-    real = (rows < queries * GROUP)[:, None] & (dims < DIM)[None, :]
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    are_dims = dims < DIM
+    if PACKED and BLOCK_DIM != DIM:
+        dims, are_dims = padded_halves(BLOCK_DIM, DIM)
+    real = (rows < queries * GROUP)[:, None] & are_dims[None, :]
     tokens = (row + rows // GROUP).to(tl.int64)[:, None]
     columns = (head * GROUP + rows % GROUP)[:, None] * DIM + dims[None, :]
     q = tl.load(qkv_ptr + tokens * ((HEADS + 2 * KV_HEADS) * DIM) + columns, mask=real, other=0.0).to(COMPUTE)
@@ -282,27 +366,29 @@ def tile_kernel(
     begin = _first_key(position, WINDOW) // KEYS * KEYS
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PACKED and not FOLDS else BLOCK_DIM], tl.float32)
     if FOLDS:
         for chunk in range(begin // CHUNK, tl.cdiv(end, CHUNK)):
             next_top, next_total, next_acc = _chunk(
                 q, at, k_ptr, v_ptr, table_ptr, head,
                 tl.maximum(begin, chunk * CHUNK), tl.minimum(end, (chunk + 1) * CHUNK), scale,
-                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX,
+                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PACKED, PAIRS, PTX,
             )  # fmt: skip
             top, total, acc = fold(top, total, acc, next_top, next_total, next_acc)
     else:
+        odd = acc
         if WINDOW == 0:  # what the first query sees, all do
             middle = (position + 1) // KEYS * KEYS
-            top, total, acc, _ = attend(
-                top, total, acc, acc, q, at, k_ptr, v_ptr, table_ptr, head, begin, middle, scale,
-                KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, False,
+            top, total, acc, odd = attend(
+                top, total, acc, odd, q, at, k_ptr, v_ptr, table_ptr, head, begin, middle, scale,
+                KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PACKED, PAIRS, PTX, False,
             )  # fmt: skip
             begin = middle
-        top, total, acc, _ = attend(
-            top, total, acc, acc, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
-            KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, True,
+        top, total, acc, odd = attend(
+            top, total, acc, odd, q, at, k_ptr, v_ptr, table_ptr, head, begin, end, scale,
+            KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PACKED, PAIRS, PTX, True,
         )  # fmt: skip
+        acc = whole_heads(acc, odd, PAIRS, PACKED)
     if sinks_ptr is not None:
         mine = rows < queries * GROUP
         top, total, acc = fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows % GROUP, mine)
@@ -319,12 +405,16 @@ def decode_kernel(
     units_ptr, count_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-    COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    COMPUTE: tl.constexpr, INTEGERS: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """A unit: (row, chunk, where its block table begins among the staged numbers); each for every key head."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
-    real = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    are_dims = dims < DIM
+    if PACKED and BLOCK_DIM != DIM:
+        dims, are_dims = padded_halves(BLOCK_DIM, DIM)
+    real = (rows < GROUP)[:, None] & are_dims[None, :]
     for task in range(tl.program_id(0), tl.load(count_ptr) * KV_HEADS, tl.num_programs(0)):
         unit, head = task // KV_HEADS, task % KV_HEADS
         row = tl.load(units_ptr + unit * 3).to(tl.int64)
@@ -342,7 +432,7 @@ def decode_kernel(
             top, total, acc = _chunk(
                 q, position + rows * 0, k_ptr, v_ptr, table_ptr, head,
                 tl.maximum(first // KEYS * KEYS, chunk * CHUNK), tl.minimum(position + 1, (chunk + 1) * CHUNK), k_scale,
-                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX,
+                KV_HEADS, DIM, BLOCK_DIM, ROWS, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PACKED, PAIRS, PTX,
             )  # fmt: skip
             if first // CHUNK == position // CHUNK:  # all of its keys
                 if sinks_ptr is not None:
@@ -411,7 +501,7 @@ def constants(op: Attention, shape: Shape) -> dict[str, Any]:
         "HEADS": op.heads, "KV_HEADS": op.kv_heads, "DIM": op.head_dim,
         "BLOCK_DIM": triton.next_power_of_2(op.head_dim), "ROWS": shape.rows, "KEYS": shape.keys, "CHUNK": CHUNK,
         "WINDOW": op.window, "SOFTCAP": op.softcap * LOG2E, "PAGE": BLOCK_SIZE, "COMPUTE": names[compute_dtype(op)],
-        "INTEGERS": op.k_cache.dtype == torch.int8, "PAIRS": shape.pairs,
+        "INTEGERS": op.k_cache.dtype == torch.int8, "PACKED": op.kv_dtype == PACKED_KV, "PAIRS": shape.pairs,
         "PTX": takes_ptx(op.qkv.device),
     }  # fmt: skip
 

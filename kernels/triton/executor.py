@@ -24,6 +24,7 @@ from qserve.checkpoint.grid import AFFINE, BNB_FP4, E4M3, NF4
 from qserve.checkpoint.spec import ActivationScheme, WeightScheme
 from qserve.kernels.executor import Placement, Step
 from qserve.kernels.ops import (
+    PACKED_KV,
     Activation,
     AllGather,
     AllReduce,
@@ -53,7 +54,7 @@ from qserve.kernels.ops import (
     SoftCap,
 )
 from qserve.kernels.reference import Fallback, on_device
-from qserve.kernels.triton import latent_attention, linear
+from qserve.kernels.triton import latent_attention, linear, packed_kv
 from qserve.kernels.triton.adapted_rows import adapted_rows
 from qserve.kernels.triton.argmax import argmax
 from qserve.kernels.triton.attention import (
@@ -381,6 +382,8 @@ class _TritonProgram:
             for each in norms:
                 each(batch)
             rope_kv(ready, batch.positions, batch.slots, batch.tokens)
+            if ready.kv_dtype == PACKED_KV:
+                packed_kv.store(ready, batch.slots, batch.tokens)
 
         return launch
 
@@ -421,6 +424,8 @@ class _TritonProgram:
             attend_splits(
                 op, shared, held.values, held.softmax, held.arrived, splits, batch.positions, batch.staged
             )
+        if op.kv_dtype == PACKED_KV:
+            packed_kv.turn_back(op, batch.tokens)
 
     def _attend_latents(self, op: LatentAttention, batch: Batch) -> None:
         tiles, decodes = self._executor.latent_shapes(op)

@@ -17,7 +17,8 @@ from qserve.kernels.triton.launch import at
 
 TOKENS = 4
 """Tokens of one program: a constant, so that the sums of a norm have one order."""
-_ENCODINGS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+_ENCODINGS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.uint8: 3}
+"""How numbers are cached, where not as they are; 3: ``packed_kv`` does it."""
 
 
 @triton.jit
@@ -101,7 +102,7 @@ def rope_kv_kernel(
                 second -= tl.load(center + other, mask=paired, other=0.0)[None, :]
         tl.store(head_ptr + one[None, :], first.to(qkv_ptr.dtype.element_ty), mask=inside)
         tl.store(head_ptr + other[None, :], second.to(qkv_ptr.dtype.element_ty), mask=inside)
-    if head >= HEADS:
+    if ENCODING < 3 and head >= HEADS:
         kv_head = (head - HEADS) % KV_HEADS
         cache_ptr, scale_ptr = k_cache_ptr, k_scale_ptr
         if head >= HEADS + KV_HEADS:

@@ -16,7 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from qserve.kernels.ops import Attention
-from qserve.kernels.triton.attention import Shape, attend, constants, decode_shape, fold_sinks, resident, softmax_scale
+from qserve.kernels.triton.attention import (
+    Shape,
+    attend,
+    constants,
+    decode_shape,
+    fold_sinks,
+    padded_halves,
+    resident,
+    softmax_scale,
+    whole_heads,
+)
 from qserve.kernels.triton.launch import at
 from qserve.kernels.triton.target import Target
 
@@ -83,9 +93,14 @@ def _merge(
 def _finish(
     out_ptr, v_scale_ptr, sinks_ptr, row, head, top, total, acc,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Store the attention of the GROUP first of ROWS rows of a key head, from their whole softmax."""
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    are_dims = dims < DIM
+    if PACKED and BLOCK_DIM != DIM:
+        dims, are_dims = padded_halves(BLOCK_DIM, DIM)
     mine = rows < GROUP
     if sinks_ptr is not None:
         top, total, acc = fold_sinks(top, total, acc, sinks_ptr, head * GROUP + rows, mine)
@@ -94,7 +109,7 @@ def _finish(
         weight = tl.load(v_scale_ptr + head)
     out = acc * (weight / total)[:, None]
     places = row * (HEADS * DIM) + (head * GROUP + rows)[:, None] * DIM + dims[None, :]
-    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mine[:, None] & (dims < DIM)[None, :])
+    tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mine[:, None] & are_dims[None, :])
 
 
 @triton.jit
@@ -103,7 +118,8 @@ def split_decode_kernel(
     splits_ptr, positions_ptr, staged_ptr, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, COMPUTE: tl.constexpr,
-    INTEGERS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr, BLOCK_GROUP: tl.constexpr, MERGED: tl.constexpr,
+    INTEGERS: tl.constexpr, PACKED: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
     """A split: (row or -1, begin and end of its keys, where its block table begins among the staged numbers, the first
     slot of its sequence, its place there, the number of its sequence's splits, the next split of the program or -1).
@@ -114,8 +130,12 @@ def split_decode_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0) % KV_HEADS
     split = tl.program_id(0) // KV_HEADS
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_DIM)
-    real = (rows < GROUP)[:, None] & (dims < DIM)[None, :]
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
+    are_dims = dims < DIM
+    if PACKED and BLOCK_DIM != DIM:
+        dims, are_dims = padded_halves(BLOCK_DIM, DIM)
+    real = (rows < GROUP)[:, None] & are_dims[None, :]
     columns = (head * GROUP + rows)[:, None] * DIM + dims[None, :]
     while split >= 0:
         fields_ptr = splits_ptr + split * 8
@@ -138,17 +158,17 @@ def split_decode_kernel(
                 last = tl.load(positions_ptr + row)
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
-            acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS else BLOCK_DIM], tl.float32)
+            acc = tl.zeros([ROWS, BLOCK_DIM // 2 if PAIRS or PACKED else BLOCK_DIM], tl.float32)
             top, total, acc, odd = attend(
                 top, total, acc, acc, q, last + rows * 0, k_ptr, v_ptr, table_ptr, head, begin, end, k_scale,
-                KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PAIRS, PTX, True,
+                KV_HEADS, DIM, BLOCK_DIM, KEYS, WINDOW, SOFTCAP, PAGE, INTEGERS, PACKED, PAIRS, PTX, True,
             )  # fmt: skip
-            if PAIRS:
-                acc = tl.reshape(tl.join(acc, odd), (ROWS, BLOCK_DIM))
+            acc = whole_heads(acc, odd, PAIRS, PACKED)
             if count == 1:
                 _finish(
-                    out_ptr, v_scale_ptr, sinks_ptr, row, head, top, total, acc, HEADS, DIM, BLOCK_DIM, GROUP, ROWS
-                )
+                    out_ptr, v_scale_ptr, sinks_ptr, row, head, top, total, acc,
+                    HEADS, DIM, BLOCK_DIM, GROUP, ROWS, PACKED,
+                )  # fmt: skip
             else:
                 heads = (first + place) * HEADS + head * GROUP + rows
                 tl.store(partial_ptr + heads.to(tl.int64)[:, None] * DIM + dims[None, :], acc, mask=real)
@@ -163,7 +183,7 @@ def split_decode_kernel(
                     )
                     _finish(
                         out_ptr, v_scale_ptr, sinks_ptr, row, head, whole_top, whole_total, whole_acc,
-                        HEADS, DIM, BLOCK_DIM, GROUP, BLOCK_GROUP,
+                        HEADS, DIM, BLOCK_DIM, GROUP, BLOCK_GROUP, False,
                     )  # fmt: skip
 
 

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from qserve.checkpoint.grid import E4M3, INTEGERS
 from qserve.checkpoint.quantized_weight import QuantizedWeight
+from qserve.kernels.kv_cache import PACKED_HEADS
 from qserve.kernels.ops import (
+    PACKED_KV,
     SCALED_KV,
     Attention,
     Embed,
@@ -33,6 +35,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST_ROW = 16384  # of a norm, whose row one program holds
 _MOST_EXPERTS = 1024  # whose scores one program holds
 _MOST_NUMBERS = 8192  # of the heads that share a key head: the rows of a tile
+_MOST_PACKED = 16  # such heads over codes of 4 bits: the fewest rows that a tile of these has
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ KERNELS = (
     Kernel("norm", "RMSNorm and LayerNorm, of rows or heads, and rows in 8 bits for the product that reads them"),
     Kernel("rope_kv", "rotation, and keys and values into a cache in fp16, bf16 or int8"),
     Kernel("rope_kv fp8", "the same into a cache in e4m3", "fp8"),
-    Kernel("attention", "paged attention of prompts and decodes over fp16, bf16 or int8"),
+    Kernel("packed_kv", "heads times a Hadamard matrix, and keys and values into a cache of 4 bits"),
+    Kernel("attention", "paged attention of prompts and decodes over fp16, bf16, int8 or 4 bits"),
     Kernel("attention fp8", "the same over e4m3", "fp8"),
     Kernel("latent_kv", "latents normed and rotated into a cache in fp16 or bf16, and their queries"),
     Kernel("latent_attention", "paged attention of prompts and decodes over latents that all heads share"),
@@ -134,12 +138,16 @@ def _too_little_memory(op: LatentAttention, gpu: Target) -> str | None:
 
 
 def _cache(op: RopeKV | Attention, gpu: Target, compiled: bool) -> str | None:
-    dtype = op.k_cache.dtype
+    dtype = op.kv_dtype
     if op.head_dim % 2 or op.head_dim > 256:
         return f"head_dim {op.head_dim} is not an even number up to 256"
     most = min(128, _MOST_NUMBERS // (1 << (op.head_dim - 1).bit_length()))
     if op.heads // op.kv_heads > most:
         return f"{op.heads // op.kv_heads} query heads of {op.head_dim} share a key head: at most {most}"
+    if dtype == PACKED_KV and op.heads // op.kv_heads > _MOST_PACKED:
+        return f"{op.heads // op.kv_heads} query heads share a key head in 4 bits: at most {_MOST_PACKED}"
+    if dtype == PACKED_KV:
+        return f"heads of {op.head_dim} in 4 bits have no Triton kernel" if op.head_dim % PACKED_HEADS else None
     if dtype not in (*_FLOATS, *SCALED_KV) or (dtype == torch.float32 and compiled):
         return f"a KV cache in {dtype} has no Triton kernel"
     if dtype in SCALED_KV and (op.k_scale is None or op.v_scale is None):

@@ -14,7 +14,8 @@ from typing import Any, get_args
 import torch
 import triton
 
-from qserve.kernels.ops import Function
+from qserve.kernels.kv_cache import PACKED_HEADS
+from qserve.kernels.ops import PACKED_KV, Function
 from qserve.kernels.triton import (
     argmax,
     attention,
@@ -27,6 +28,7 @@ from qserve.kernels.triton import (
     log_softmax,
     lora,
     norm,
+    packed_kv,
     pointwise,
     rope_kv,
     route,
@@ -41,7 +43,9 @@ CACHES = {
     "bf16": torch.bfloat16,
     "fp8e4nv": torch.float8_e4m3fn,
     "i8": torch.int8,
+    "u8": torch.uint8,
 }
+"""u8 has codes of 4 bits."""
 
 
 def _case(
@@ -63,7 +67,8 @@ def attention_op(
     """As much of an operation as decides how its kernels are compiled."""
     return SimpleNamespace(
         heads=heads, kv_heads=kv_heads, head_dim=dim, window=window, softcap=softcap,
-        k_cache=torch.empty(0, dtype=CACHES[cache]), qkv=torch.empty(0, dtype=activations),
+        k_cache=torch.empty(0, dtype=CACHES[cache]), kv_dtype=PACKED_KV if cache == "u8" else CACHES[cache],
+        qkv=torch.empty(0, dtype=activations),
     )  # fmt: skip
 
 
@@ -119,9 +124,21 @@ def rope_case(
     )
     known = {
         "HEADS": 32, "KV_HEADS": 8, "DIM": 128, "TURNED": turned, "BLOCK_HALF": 64, "PAGE": 16,
-        "TOKENS": rope_kv.TOKENS, "ENCODING": {"i8": 1, "fp8e4nv": 2}.get(cache, 0),
+        "TOKENS": rope_kv.TOKENS, "ENCODING": {"i8": 1, "fp8e4nv": 2, "u8": 3}.get(cache, 0),
     }  # fmt: skip
     return _case(rope_kv.rope_kv_kernel, pointers, gpu, known, "tokens:i32 eps:fp32", warps=1)
+
+
+def packed_cases(gpu: Target, dim: int = 128, heads: int = 32) -> dict[str, Case]:
+    """What a cache of 4 bits needs around attention."""
+    known = packed_kv.head_constants(attention_op("u8", dim=dim, heads=heads))
+    return {
+        "packed_kv store": _case(
+            packed_kv.store_kernel, "qkv_ptr:bf16 k_ptr:u8 v_ptr:u8 slots_ptr:i32", gpu,
+            known | {"KV_HEADS": 8, "PAGE": 16}, "tokens:i32", warps=1,
+        ),
+        "packed_kv back": _case(packed_kv.turn_back_kernel, "out_ptr:bf16", gpu, known, "tokens:i32", warps=1),
+    }  # fmt: skip
 
 
 def rounding(codes: str) -> tuple[str, str, dict[str, Any]]:
@@ -274,6 +291,8 @@ def family_cases(gpu: Target) -> dict[str, Case]:
         "gather added": gather_case(gpu, accumulate=True),
         **mixture_cases(gpu),
         **lora_cases(gpu),
+        **packed_cases(gpu),
+        **{f"{name} 4 bits": case for name, case in attention_cases(gpu, "u8").items() if "merge" not in name},
     }  # fmt: skip
     return {f"{name} {gpu.architecture}": case for name, case in made.items()}
 
@@ -312,7 +331,8 @@ def decode_cases() -> dict[str, Case]:
     """Decodes over every cache with heads of several widths, for GPUs with most and with little shared memory."""
     return {
         f"{cache} {dim} {gpu.architecture}": attention_cases(gpu, cache, dim=dim)["attention decodes"]
-        for gpu in map(described, ("sm_89", "sm_90")) for cache in ("bf16", "fp8e4nv", "i8") for dim in (64, 128, 256)
+        for gpu in map(described, ("sm_89", "sm_90")) for cache in ("bf16", "fp8e4nv", "i8", "u8")
+        for dim in (64, 128, 256)
     }  # fmt: skip
 
 
@@ -327,14 +347,20 @@ def every_case() -> dict[str, Case]:
             found[f"rope_kv {name}"] = rope_case(gpu, cache, "", "")
             found[f"rope_kv still {name}"] = rope_case(gpu, cache, "", "", 0)
             for dim, window, heads, cap in (
-                (64, 0, 24, 0.0), (80, 4096, 32, 0.0), (128, 0, 64, 0.0), (256, 0, 16, 0.0), (256, 4096, 16, 50.0),
+                (64, 0, 24, 0.0), (80, 4096, 32, 0.0), (96, 0, 32, 0.0), (128, 0, 64, 0.0), (256, 0, 16, 0.0),
+                (256, 4096, 16, 50.0),
             ):  # fmt: skip
+                if dim % PACKED_HEADS and cache == "u8":
+                    continue
                 made = attention_cases(gpu, cache, window, dim, heads, softcap=cap)
                 found |= {f"{kernel} {dim} {f'capped {name}' if cap else name}": case for kernel, case in made.items()}
-            for dim, heads in ((64, 71), (128, 48)):  # Falcon 7B and StarCoder, whose heads share one of keys
+            # Falcon 7B and StarCoder, whose heads share one of keys: too many for codes of 4 bits.
+            for dim, heads in () if cache == "u8" else ((64, 71), (128, 48)):
                 made = attention_cases(gpu, cache, 0, dim, heads, 1)
                 found |= {f"{kernel} {dim} shared {name}": case for kernel, case in made.items()}
             found[f"attention decodes invariant {name}"] = invariant_case(gpu, cache)
+        for dim in (64, 96, 256):
+            found |= {f"{name} {dim} {gpu.architecture}": case for name, case in packed_cases(gpu, dim).items()}
         for width in (512, 8192, 16384):
             for codes in ("", "i8", "fp8e4nv") if "fp8" in gpu.features else ("", "i8"):
                 name = f"{codes or 'alone'} {width} {gpu.architecture}"

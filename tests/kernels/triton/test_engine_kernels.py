@@ -12,12 +12,13 @@ import torch
 from qserve.checkpoint.quantized_weight import QuantizedWeight
 from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels.executor import Executor, Step
-from qserve.kernels.ops import Activation, Argmax, Attention, Embed, Gather, LogSoftmax, Op, RMSNorm, RopeKV
+from qserve.kernels.ops import PACKED_KV, Activation, Argmax, Attention, Embed, Gather, LogSoftmax, Op, RMSNorm, RopeKV
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton import executor as triton_executors
 from qserve.kernels.triton import target
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.launch import compiling
+from tests.kernels.packed_cache import packed, unpacked
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: test_gpu_engine.py runs")
 
@@ -122,8 +123,12 @@ class Cache:
         self.sinks = torch.linspace(-2, 3, heads) if sinks else None
         self.shape, self.window, self.activations = (heads, kv_heads, dim), window, activations
         self.softcap = softcap
-        self.k = self._pages(dtype, kv_heads, dim).transpose(2, 3)
-        self.v = self._pages(dtype, kv_heads, dim)
+        if dtype == PACKED_KV:
+            unwritten = torch.full((80, kv_heads, 16, dim), math.nan)
+            self.k, self.v = packed(unwritten, keys=True), packed(unwritten, keys=False)
+        else:
+            self.k = self._pages(dtype, kv_heads, dim).transpose(2, 3)
+            self.v = self._pages(dtype, kv_heads, dim)
         generator = torch.Generator().manual_seed(3)
         angles = torch.rand(1200, dim // 2, generator=generator) * 6
         angles = angles[:, : dim // 2 if turned is None else turned]
@@ -187,6 +192,9 @@ CASES = [
     pytest.param(8, 1, 128, 20, torch.float8_e4m3fn, torch.float32, [64, 3, 1], {"center": True}, marks=FP8),
     (2, 1, 256, 0, torch.int8, torch.float32, [30, 1], {"center": True, "turned": 64}),
     (6, 2, 32, 0, torch.int8, torch.float16, [33, 1], {"center": True, "norm": (1, 1), "softcap": 2.0}),
+    (9, 3, 64, 0, PACKED_KV, torch.float32, [37, 1, 12], PLAIN),
+    (6, 2, 96, 20, PACKED_KV, torch.float16, [64, 3, 1], {"center": True, "sinks": True, "turned": 24}),
+    (8, 1, 128, 0, PACKED_KV, torch.float16, [33, 1], {"norm": (1, 1), "softcap": 2.0, "scaled": True}),
 ]
 
 
@@ -206,8 +214,16 @@ def test_store_and_attend(heads: int, kv_heads: int, dim: int, window: int, dtyp
         got = mine.run(executor, first, step)
         other.run(reference, second, step)
         torch.testing.assert_close(first.float(), second, **({} if tight else {"rtol": 2e-3, "atol": 2e-3}))
-        for a, b in ((mine.k, other.k), (mine.v, other.v)):
-            if dtype in LIMITS:
+        for a, b, keys in ((mine.k, other.k, True), (mine.v, other.v, False)):
+            if dtype == PACKED_KV:
+                (one, step_of), (two, _) = unpacked(a, dim, keys=keys), unpacked(b, dim, keys=keys)
+                assert torch.equal(one.isnan(), two.isnan())
+                apart = (one - two).abs().nan_to_num()
+                # A number that is rounded to 16 bits on its way may cross a tie.
+                assert (apart <= 1.02 * step_of.nan_to_num() + 2e-3).all()
+                assert (apart > 0.5 * step_of).float().mean() < (1e-3 if tight else 1e-2)
+                b.copy_(a)
+            elif dtype in LIMITS:
                 ahead = a.view(torch.int8).short() - b.view(torch.int8).short()
                 assert ahead.abs().max() <= 1  # the last bit of a rotation may cross a tie
                 assert (ahead != 0).float().mean() < 1e-3

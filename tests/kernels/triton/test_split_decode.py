@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from qserve.kernels.executor import Step
-from qserve.kernels.ops import Attention
+from qserve.kernels.ops import PACKED_KV, Attention
 from qserve.kernels.reference import ReferenceExecutor
 from qserve.kernels.triton.attention import Shape
 from qserve.kernels.triton.executor import TritonExecutor
 from qserve.kernels.triton.schedule import Numbers, share_out
 from qserve.kernels.triton.split_decode import Sharing
 from qserve.kernels.triton.staging import Staging
+from tests.kernels.packed_cache import packed
 from tests.kernels.triton.test_engine_kernels import FP8, LIMITS, ints, run_on, triton_executor
 
 KEYS = 64
@@ -118,6 +119,9 @@ def attention(
         scales = {name: torch.rand(kv_heads, generator=generator) / 20 for name in ("k_scale", "v_scale")}
     qkv = torch.randn(len(step.token_ids), (heads + 2 * kv_heads) * dim, generator=generator)
     out = torch.full((len(qkv), heads * dim), torch.nan)
+    if cache == PACKED_KV:
+        k, v = packed(k, keys=True), packed(v, keys=False)
+        return Attention(qkv, out, k, v, heads, kv_heads, dim, dim**-0.5, **options), out
     return Attention(
         qkv, out, k.to(cache).transpose(2, 3), v.to(cache), heads, kv_heads, dim, dim**-0.5, **options, **scales
     ), out
@@ -130,6 +134,7 @@ CASES = [
     (6, 3, 100, torch.float32, {"softcap": 1.5, "sinks": True}),
     pytest.param(4, 1, 128, torch.float8_e4m3fn, {"sinks": True}, marks=FP8),
     (2, 1, 256, torch.int8, {"window": 70, "sinks": True}),
+    (6, 2, 96, PACKED_KV, {"sinks": True}),
     (71, 1, 16, torch.float16, {}),
 ]
 
