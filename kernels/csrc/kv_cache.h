@@ -44,8 +44,8 @@ static inline void QS_NAME(inverse_hadamard)(float *x, int32_t dim)
     QS_NAME(change_signs)(x, dim);
 }
 
-/* A key or a value of a 4-bit cache in `block`: element j of the first half lies in the lower half of the byte at
- * j * stride, that of the second half above it. */
+/* Writes the key or the value x of a token into `block` of a 4-bit cache. Element j of its first half goes into the lower
+ * half of the byte at first + j * stride, element j of its second half above it. */
 static void QS_NAME(store_u4)(const float *x, uint8_t *block, int64_t first, int32_t stride, int32_t token, int32_t dim)
 {
     uint16_t *steps = (uint16_t *)(void *)(block + (int64_t)dim / 2 * QS_LANES), *lows = steps + QS_LANES;

@@ -30,6 +30,8 @@ RECIPES: tuple[tuple[str, str, str], ...] = (
      "its blocks of 256 with two-level scales, rounded as GPTQ does"),
     ("a longer context in the same memory", "`--kv-cache fp8` or `int8`",
      "calibrated scales for the cache, and the mean key, which is not cached"),
+    ("the longest context", "`--kv-cache int4_per_token_head`",
+     "4 bits behind a Hadamard matrix, and the mean key; it costs about what 4-bit weights do"),
     ("a size between those of uniform bits, or a quality, to hit",
      "`--target-bits 3.7`, or `--max-kl 0.03 --minimize size`", "bits for each layer from its measured sensitivity"),
 )  # fmt: skip
