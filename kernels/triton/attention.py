@@ -82,8 +82,8 @@ def decode_shape(op: Attention) -> Shape:
     warps = 4 if rows <= 64 else 8
     if op.k_cache.dtype == torch.float8_e4m3fn and rows == 16 and op.head_dim <= 128:
         return Shape(rows, 128, warps, 3, pairs=True)
-    if op.kv_dtype == PACKED_KV:
-        return Shape(rows, 32 if op.head_dim > 128 else 64, warps, 3)
+    if op.kv_dtype == PACKED_KV:  # as many keys as leave registers for their halves, with each Triton that is allowed
+        return Shape(rows, 64 if op.head_dim <= 64 else 32 if op.head_dim <= 128 else 16, warps, 3)
     return Shape(rows, 32 if op.head_dim > 128 else 64, warps, {1: 4, 2: 3}.get(size, 2), pairs=size == 1)
 
 
