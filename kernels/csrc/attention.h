@@ -142,12 +142,12 @@ INLINE void attend_block(const qs_attention *op, query_row *rows, int64_t base, 
         UNROLL for (int p = 0; p < PARTS; p++)
             scores[r][p] = all(0.0f);
     for (int32_t j = 0; j < lines; j++) {
+        UNROLL for (int p = 0; p < PARTS; p++)
+            key[p] = load_kv(keys, j * QS_LANES + p * LANES, 0, dtype);
         if (R <= 4) { /* more rows take so long that the processor prefetches by itself */
             __builtin_prefetch((const char *)op->k_cache + next + j * bytes, 0, 2);
             __builtin_prefetch((const char *)op->v_cache + next + j * bytes, 0, 2);
         }
-        UNROLL for (int p = 0; p < PARTS; p++)
-            key[p] = load_kv(keys, j * QS_LANES + p * LANES, 0, dtype);
         add_scores(scores, rows, key, j, R);
         if (dtype == QS_U4) {
             UNROLL for (int p = 0; p < PARTS; p++)
