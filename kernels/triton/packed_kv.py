@@ -79,8 +79,8 @@ def store_kernel(
         most = tl.where(paired, tl.maximum(first, second), float("-inf"))
         low16 = tl.min(least, 1).to(tl.float16)
         step16 = tl.div_rn(tl.max(most, 1) - tl.min(least, 1), tl.full([TOKENS], 15.0, tl.float32)).to(tl.float16)
-        infinite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
-        held = tl.min(infinite.to(tl.int32), 1) == 1
+        finite = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
+        held = tl.min(finite.to(tl.int32), 1) == 1
         low, step = low16.to(tl.float32), step16.to(tl.float32)
         held = held & (tl.abs(low) < float("inf")) & (tl.abs(step) < float("inf"))
         codes = _codes(first, low[:, None], step[:, None]) | (_codes(second, low[:, None], step[:, None]) << 4)
