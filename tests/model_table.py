@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,8 +107,8 @@ def verdict(kind: str) -> tuple[str, str]:
     return "fallback", f"last bits may vary with the batch: {', '.join(sorted(found.others))}" if found.others else ""
 
 
-def table() -> str:
-    found = {kind: verdict(kind) for kind in KINDS}
+def table(kinds: Sequence[str] = KINDS) -> str:
+    found = {kind: verdict(kind) for kind in kinds}
     counts = Counter(how for how, _ in found.values())
     lines = [
         "# Models",

@@ -10,7 +10,6 @@ from collections import Counter
 
 from qserve.evals.planner import cost
 from qserve.evals.planner.deployment import Deployment
-from qserve.evals.planner.quantization import KV_BYTES
 from qserve.evals.planner.replica_roofline import ReplicaRoofline
 from qserve.evals.planner.shape import BLOCK
 from qserve.runtime.state_slots import snapshots_for
@@ -53,7 +52,7 @@ def _model(plan: Deployment) -> list[tuple[str, str]]:
 def _memory(plan: Deployment) -> list[tuple[str, str]]:
     roofline, traffic = plan.roofline, plan.replica.traffic
     shape, gpu, layout = roofline.shape, roofline.gpu, roofline.layout
-    size, tokens = KV_BYTES[roofline.kv_dtype], traffic.held
+    size, tokens = roofline.kv_number, traffic.held
     per_token = shape.kv_bytes_per_token(size)
     if shape.attention == "MLA":
         of = f"({shape.latent_value_width} latent + {shape.latent_score_width - shape.latent_value_width} RoPE)"
@@ -63,7 +62,7 @@ def _memory(plan: Deployment) -> list[tuple[str, str]]:
     found = [
         (
             f"KV per token ({shape.attention})",
-            f"{of} x {len(shape.windows)} layers x {size} bytes = {per_token:,} bytes = {per_token / 1024:g} KiB",
+            f"{of} x {len(shape.windows)} layers x {size:g} bytes = {per_token:,} bytes = {per_token / 1024:g} KiB",
         )
     ]
     if any(shape.windows):

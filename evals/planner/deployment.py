@@ -17,7 +17,7 @@ from qserve.evals.planner import cost
 from qserve.evals.planner.catalog import Gpu
 from qserve.evals.planner.demand import Traffic
 from qserve.evals.planner.efficiency import Efficiency
-from qserve.evals.planner.quantization import DEFAULT, KV_BYTES, Quantization, quantization
+from qserve.evals.planner.quantization import DEFAULT, Quantization, quantization
 from qserve.evals.planner.replica import Load, Replica
 from qserve.evals.planner.replica_roofline import MACHINE, Layout, ReplicaRoofline
 from qserve.evals.planner.served import SERVED
@@ -77,10 +77,10 @@ class Deployment:
         return None if hourly is None else hourly * cost.HOURS_PER_MONTH
 
     @property
-    def compression(self) -> tuple[float, int]:
+    def compression(self) -> tuple[float, float]:
         """Bits of a weight and bytes of a KV number, negated: less compression sorts first."""
         scheme = self.roofline.quantization.scheme
-        return -16.0 if scheme is None else -float(scheme.bits), -KV_BYTES[self.roofline.kv_dtype]
+        return -16.0 if scheme is None else -float(scheme.bits), -self.roofline.kv_number
 
     @property
     def rank(self) -> tuple[object, ...]:

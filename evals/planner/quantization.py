@@ -13,7 +13,14 @@ from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.spec import WeightScheme
 
 Compute = Literal["bf16", "fp8", "int8"]
-KV_BYTES = {"fp16": 2, "fp8": 1, "int8": 1}
+KV_DTYPES = ("fp16", "fp8", "int8", "int4_per_token_head")
+
+
+def kv_bytes(dtype: str, head_dim: int) -> float:
+    """Bytes of a number in a KV cache of ``dtype``. Each token's head has a step and a low of 16 bits in 4 bits."""
+    if dtype == "int4_per_token_head":
+        return 0.5 + 4 / head_dim
+    return 2.0 if dtype == "fp16" else 1.0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from qserve.evals.planner.catalog import Gpu
 from qserve.evals.planner.efficiency import Efficiency
-from qserve.evals.planner.quantization import KV_BYTES, Quantization
+from qserve.evals.planner.quantization import Quantization, kv_bytes
 from qserve.evals.planner.shape import Linear, ModelShape
 from qserve.runtime.state_slots import snapshots_for
 
@@ -61,6 +61,11 @@ class ReplicaRoofline:
         return self.gpu.flops[dtype] * self.efficiency.mfu
 
     @property
+    def kv_number(self) -> float:
+        """Bytes of a number in the KV cache."""
+        return kv_bytes(self.kv_dtype, self.shape.score_width)
+
+    @property
     def kv_share(self) -> float:
         """The share of a layer's cache on each of the ``tp`` GPUs: a head is not split, and all heads use MLA's latent.
         """
@@ -84,7 +89,7 @@ class ReplicaRoofline:
     def kv_per_request(self, tokens: float) -> float:
         """Bytes of a request on one GPU."""
         stage = -(-self.shape.num_layers // self.layout.pp) / self.shape.num_layers
-        kept = self.shape.kv_bytes(tokens, KV_BYTES[self.kv_dtype]) - self.shape.state_bytes
+        kept = self.shape.kv_bytes(tokens, self.kv_number) - self.shape.state_bytes
         return kept * stage * self.kv_share + self.states_per_request
 
     @property
@@ -138,7 +143,7 @@ class ReplicaRoofline:
     def decode_attention(self, cached: float) -> float:
         """Seconds in which decodes look back at ``cached`` positions, over all layers: read, or scores computed."""
         shape = self.shape
-        read = cached * shape.kv_width * KV_BYTES[self.kv_dtype] * self.kv_share
+        read = cached * shape.kv_width * self.kv_number * self.kv_share
         width = shape.latent_score_width + shape.latent_value_width
         done = 2.0 * cached * shape.num_heads * width / self.layout.tp
         return max(read / self.bandwidth, done / self.flops())

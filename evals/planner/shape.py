@@ -124,14 +124,14 @@ class ModelShape:
         """Bytes of the whole model; embeddings and the output layer in 16 bits, a tied one held once."""
         return self.layer_bytes(scheme) + 2.0 * self.embedding + (0 if self.tied else self.head_bytes)
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
+    def kv_bytes_per_token(self, element_bytes: float) -> int:
         """Bytes of one token in every layer that still looks at it."""
-        return len(self.windows) * self.kv_width * element_bytes
+        return round(len(self.windows) * self.kv_width * element_bytes)
 
-    def kv_bytes(self, tokens: float, element_bytes: int) -> int:
+    def kv_bytes(self, tokens: float, element_bytes: float) -> int:
         """Bytes of a request of ``tokens``, in whole blocks; a window keeps no more than itself. With its states."""
         blocks = math.ceil(tokens / BLOCK) * BLOCK
-        return self.kv_width * element_bytes * round(self.cached(blocks)) + self.state_bytes
+        return round(self.kv_width * element_bytes * round(self.cached(blocks))) + self.state_bytes
 
     def cached(self, tokens: float) -> float:
         """Tokens in the cache of a request of ``tokens``, summed over the layers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qserve.checkpoint.errors import UsageError
-from qserve.evals.planner.quantization import KV_BYTES
+from qserve.evals.planner.quantization import KV_DTYPES
 
 MOST_GPUS = 64
 """Of one replica."""
@@ -24,8 +24,8 @@ class Wish:
     spare: int = 0
 
     def __post_init__(self) -> None:
-        if self.kv_dtype is not None and self.kv_dtype not in KV_BYTES:
-            raise UsageError(f"a KV dtype is {', '.join(KV_BYTES)}, not {self.kv_dtype!r}")
+        if self.kv_dtype is not None and self.kv_dtype not in KV_DTYPES:
+            raise UsageError(f"a KV dtype is {', '.join(KV_DTYPES)}, not {self.kv_dtype!r}")
         for name in ("tp", "pp"):
             if not 0 <= getattr(self, name) <= MOST_GPUS:
                 raise UsageError(f"--{name} must be from 1 to {MOST_GPUS}, not {getattr(self, name)}")

@@ -37,7 +37,8 @@ def plan(
         typer.Option(help="Of the weights: bf16, fp8, w8a8, or wBITSgGROUP. [default: bf16, fp8, w8a8 and w4g128]"),
     ] = None,
     kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="fp16, fp8 or int8. [default: fp16, and what the GPU has of 8 bits]")
+        str | None,
+        typer.Option(help="fp16, fp8, int8 or int4_per_token_head. [default: fp16, and what the GPU has of 8 bits]"),
     ] = None,
     tp: Annotated[
         int, typer.Option(help="GPUs that split every matrix. [default: 1, 2, 4 and 8]", show_default=False)

@@ -65,7 +65,7 @@ def simulate(
     quantization: Annotated[
         str, typer.Option(help="With --gpu: of the weights: bf16, fp8, w8a8, or wBITSgGROUP.")
     ] = "bf16",
-    kv_cache_dtype: Annotated[str, typer.Option(help="With --gpu: fp16, fp8 or int8.")] = "fp16",
+    kv_cache_dtype: Annotated[str, typer.Option(help="With --gpu: fp16, fp8, int8 or int4_per_token_head.")] = "fp16",
     mfu: Annotated[float, typer.Option(help="With --gpu: share of the peak operations.")] = _SHARES.mfu,
     mbu: Annotated[float, typer.Option(help="With --gpu: share of the memory bandwidth.")] = _SHARES.mbu,
     fit: Annotated[

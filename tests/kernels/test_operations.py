@@ -85,7 +85,7 @@ def holds(*strategies: Any) -> Callable[[Callable[..., None]], Callable[[int], N
     """A test of a few examples, and a slow one of many."""
 
     def decorate(check: Callable[..., None]) -> Callable[[int], None]:
-        @pytest.mark.parametrize("examples", [15, pytest.param(400, marks=pytest.mark.slow)])
+        @pytest.mark.parametrize("examples", [15, pytest.param(150, marks=pytest.mark.slow)])
         def test(examples: int) -> None:
             limits = settings(
                 max_examples=examples, deadline=None, derandomize=True, database=None,

@@ -140,6 +140,7 @@ def test_a_copy_that_lost_its_links_says_so(tmp_path: Path) -> None:
     assert "lost its symbolic links" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_release_takes_no_wheel_without_kernels(wheels: tuple[Path, Path], tmp_path: Path) -> None:
     # As they are named after auditwheel has seen them.
     named = [Path(shutil.copy(wheel, tmp_path / f"{n}_{wheel.name}")) for n, wheel in enumerate(wheels)]

@@ -29,9 +29,8 @@ def test_bad_inputs_have_names_of_their_own() -> None:
     assert not {bad.body for bad in slow_inputs(1)} & {bad.body for bad in slow_inputs(2)}
 
 
-@pytest.mark.parametrize(
-    "case", ["aborts", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "aborts")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_case(case: str, tiny_model: Path) -> None:
     figures = CASES[case](Options(str(tiny_model), requests=100, seconds=3.0, concurrency=16))
     missed = [figure for figure in figures if not figure.passed and not figure.name.startswith(TIMED)]

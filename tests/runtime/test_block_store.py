@@ -373,6 +373,7 @@ def test_after_a_failed_step_nothing_is_found(tiny_model: Path, monkeypatch: pyt
     assert answers(engine, PROMPTS[:1]) == (want[:1], [0])
 
 
+@pytest.mark.slow
 def test_what_a_failed_step_of_a_pipeline_would_have_written_is_not_written(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

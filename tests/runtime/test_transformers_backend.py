@@ -21,6 +21,7 @@ from qserve.runtime.fallback.attention import AttentionCall, cache_layout
 from qserve.runtime.native_backend import NativeBackend
 from qserve.runtime.sampling import SamplingParams
 from qserve.runtime.transformers_backend import TransformersBackend
+from tests import model_table
 from tests.model_table import Trial, table, trial
 from tests.small_models import save_small, small
 from tests.tiny_model import save_tiny_model
@@ -150,16 +151,18 @@ def test_layers_that_keep_differently_much_are_padded() -> None:
 
 @pytest.mark.slow
 @needs_native
-def test_the_page_of_models_is_what_a_trial_of_each_finds() -> None:
-    """With another transformers than the page names, every type that it still has is served as the page says or
-    better: its new types are no fault of the page."""
+def test_the_page_of_models_is_what_a_trial_of_each_finds(pytestconfig: pytest.Config) -> None:
+    """A third of the types, or all with ``--everything``. With another transformers than the page names, every type
+    that it still has is served as the page says or better: its new types are no fault of the page."""
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    said, found = how_served(page), how_served(table())
+    kinds = model_table.KINDS if pytestconfig.getoption("--everything") else model_table.KINDS[::3]
+    said, found = how_served(page), how_served(table(kinds))
     if f"transformers {transformers.__version__} has" in page:
-        assert said == found, "renew it: python -m tests.model_table > docs/models.md"
+        same = {f"`{kind}`" for kind in model_table.KINDS} == said.keys() and found.items() <= said.items()
+        assert same, "renew it: python -m tests.model_table > docs/models.md"
     worse = {kind: found[kind] for kind, how in said.items() if how != "refused" and found.get(kind, how) == "refused"}
     assert not worse
-    assert sum(how != "refused" for how in found.values()) >= 115
+    assert sum(how != "refused" for how in found.values()) >= len(kinds) * 115 / 196
 
 
 def how_served(page: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ fields are those of ``SamplingParams``. OpenAPI 3.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -129,6 +130,7 @@ _SHAPES: dict[str, list[Json]] = {
 }
 
 
+@cache  # a process may have several servers
 def described(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """Arguments for a route's decorator: they describe its JSON body and whether it may answer with events."""
     schema = body.model_json_schema(ref_template=_SCHEMAS + "{model}")

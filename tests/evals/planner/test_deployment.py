@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,8 @@ from qserve.evals.planner.served import SERVED, Served
 from qserve.evals.planner.wish import Wish
 from qserve.evals.report_files import write_report
 from qserve.evals.slo import Slo, parse_duration, parse_slo
+from qserve.kernels.kv_cache import head_numel, stored_as
+from qserve.kernels.ops import PACKED_KV
 
 TRAFFIC = Traffic(10, 2048, 256)
 
@@ -170,6 +173,33 @@ def test_plans_that_qserve_run_cannot_serve_are_marked() -> None:
     latent = catalog.model("deepseek-v3")
     assert SERVED.missing(latent, Layout(1)) == () and SERVED.missing(latent, Layout(1), "fp8") == ("latents in fp8",)
     assert set(SERVED.families) == set(native_families()) and (SERVED.tp, SERVED.pp) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [
+        ("fp16", torch.float16),
+        ("fp8", torch.float8_e4m3fn),
+        ("int8", torch.int8),
+        ("int4_per_token_head", PACKED_KV),
+    ],
+)
+def test_a_cache_takes_what_the_engine_allots_it(dtype: str, stored: torch.dtype) -> None:
+    for head_dim in (64, 128):
+        shape = dataclasses.replace(catalog.model("llama-3-8b"), score_width=head_dim, kv_width=2 * 8 * head_dim)
+        roofline = dataclasses.replace(replica().roofline, shape=shape, kv_dtype=dtype)
+        block = 2 * shape.num_layers * 8 * head_numel(stored, head_dim) * stored_as(stored).itemsize
+        assert roofline.kv_per_request(160) == 10 * block
+        assert roofline.decode_attention(16 * shape.num_layers) == pytest.approx(block / roofline.bandwidth)
+
+
+def test_what_heads_are_cached_in_4_bits() -> None:
+    shape, cache = catalog.model("llama-3-8b"), "int4_per_token_head"
+    assert SERVED.missing(shape, Layout(1), cache) == ()
+    narrow, shared = dataclasses.replace(shape, score_width=80), dataclasses.replace(shape, num_heads=32, kv_heads=1)
+    assert SERVED.missing(narrow, Layout(1), cache) == ("heads of 80 in 4 bits",)
+    assert SERVED.missing(shared, Layout(1), cache) == ("32 query heads a key head in 4 bits",)
+    assert SERVED.missing(narrow, Layout(1), "int8") == SERVED.missing(shared, Layout(1), "int8") == ()
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b", "deepseek-v3"])

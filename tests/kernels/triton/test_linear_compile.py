@@ -61,6 +61,7 @@ def test_products_load_asynchronously(compiled) -> None:  # type: ignore[no-unty
             assert body and not any("LDG.E" in line for line in body), name
 
 
+@pytest.mark.slow
 def test_the_matrix_unit_is_used_as_each_architecture_wants(compiled) -> None:  # type: ignore[no-untyped-def]
     for name, made in compiled.items():
         if " few " in name:
@@ -75,6 +76,7 @@ def test_the_matrix_unit_is_used_as_each_architecture_wants(compiled) -> None:  
         assert opcode in opcodes(compiled[name]), name
 
 
+@pytest.mark.slow
 def test_words_are_unpacked_where_they_are_multiplied(compiled) -> None:  # type: ignore[no-untyped-def]
     """No conversion between layouts in the loop, and little more than one instruction to a weight."""
     for name, made in compiled.items():
@@ -91,6 +93,7 @@ def test_words_are_unpacked_where_they_are_multiplied(compiled) -> None:  # type
             assert not re.search(r"ftz\S*bf16|HFMA2\S*FTZ", made.ptx + made.sass), name
 
 
+@pytest.mark.slow
 def test_streams_are_decoded_where_they_are_multiplied(compiled) -> None:  # type: ignore[no-untyped-def]
     """Words reach the operands of the matrix unit as numbers would, nothing is shuffled or decoded twice, and a weight
     takes some nine instructions."""
@@ -103,6 +106,7 @@ def test_streams_are_decoded_where_they_are_multiplied(compiled) -> None:  # typ
             assert not any(re.search(r"\b(STS|SHFL)", line) for line in body), name
 
 
+@pytest.mark.slow
 def test_the_persistent_product_is_fed_by_the_copy_engine(compiled) -> None:  # type: ignore[no-untyped-def]
     """Boxes are copied by one instruction each, the matrix unit reads them from shared memory, and what e4m3 products
     of sm_90 sum by themselves begins at zero with every box of weights."""

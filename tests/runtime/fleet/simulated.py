@@ -3,7 +3,8 @@
 A server of one thread on each of two processors; the same traffic under every routing policy. A machine may be quicker
 at one time than at another, so steps are timed between the loads, of one server while the other is idle, and the
 simulation takes the mean. What servers cost each other (``--interference``) is chosen for the mean time to the first
-token of round-robin; the other policies are the test of it.
+token of round-robin; the other policies are the test of it. With ``--repeats 2`` every load is played twice, and how
+far apart its figures lie is shown: what no simulation can foretell.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2.0)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     args = parser.parse_args()
     one = FleetConfig(ReplicaConfig(LIMITS, BLOCKS), 2)
     traffic = [
@@ -87,7 +89,7 @@ def main() -> None:
             f"http://127.0.0.1:{stack.enter_context(each).port}"
             for each in (ServerProcess(args.model, replace(ENGINE, cpu_list=(cpu,)), ServerConfig()) for cpu in (0, 1))
         ]
-        for arrivals in traffic:
+        for arrivals in (each for each in traffic for _ in range(args.repeats)):
             for policy in POLICIES:
                 client = Client(f"{servers[len(costs) % 2]}/v1")
                 costs.append(validation.fit(client, None, LIMITS, lambda done, total: None))
@@ -110,7 +112,11 @@ def main() -> None:
     for policy in POLICIES:
         for name, form in FIGURES.items():
             real, made = _mean(measured[policy], name), _mean(simulated(policy, chosen), name)
-            print(f"{policy}, {name}: {form.format(real)}, simulated {form.format(made)}, {made / real - 1:+.1%}")
+            apart = _apart(measured[policy], name, args.repeats)
+            print(
+                f"{policy}, {name}: {form.format(real)}, simulated {form.format(made)}, {made / real - 1:+.1%}; "
+                f"the same load again {apart:.1%}"
+            )
 
 
 def _simulate(config: FleetConfig, cost: CostModel, arrivals: list[Arrival]) -> dict[str, float]:
@@ -119,6 +125,12 @@ def _simulate(config: FleetConfig, cost: CostModel, arrivals: list[Arrival]) -> 
 
 def _mean(found: Sequence[dict[str, float]], name: str) -> float:
     return statistics.mean(each[name] for each in found)
+
+
+def _apart(found: Sequence[dict[str, float]], name: str, repeats: int) -> float:
+    """The greatest less the least of each load's repeats, by their mean; the mean over loads."""
+    loads = [[each[name] for each in found[begin : begin + repeats]] for begin in range(0, len(found), repeats)]
+    return statistics.mean((max(load) - min(load)) / statistics.mean(load) for load in loads)
 
 
 if __name__ == "__main__":

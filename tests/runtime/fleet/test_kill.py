@@ -65,9 +65,9 @@ def test_a_killed_replica_takes_only_the_streams_that_had_begun(tiny_model: Path
 def test_replicas_that_are_killed_at_random_lose_only_what_ran_on_them(
     tiny_model: Path, pytestconfig: pytest.Config
 ) -> None:
-    """3,000 streams, or 10,000 with ``--everything``, 24 at a time, on three replicas. At any moment one that is not
+    """1,500 streams, or 10,000 with ``--everything``, 24 at a time, on three replicas. At any moment one that is not
     the last is killed, and another starts at its place."""
-    requests, users, slots = 10_000 if pytestconfig.getoption("--everything") else 3_000, 24, 16
+    requests, users, slots = 10_000 if pytestconfig.getoption("--everything") else 1_500, 24, 16
     config = EngineConfig(max_model_len=256, max_num_seqs=slots, kv_cache_memory=64 << 20, threads=1)
     draw, ends, killed = random.Random(0), Counter[str](), 0
 

@@ -116,6 +116,7 @@ def test_a_rank_that_dies_ends_the_engine_with_one_line(piped: Engine) -> None:
     assert children_end(pids)
 
 
+@pytest.mark.slow
 def test_stages_of_several_shards_answer_like_one_rank_and_end_with_it(model: Path, alone: Engine) -> None:
     sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     engine = Engine(str(model), EngineConfig(**CONFIG, kv_cache_memory=BLOCKS * BLOCK_BYTES, **sizes))  # type: ignore[arg-type]

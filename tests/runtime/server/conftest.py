@@ -28,15 +28,23 @@ def _plain_http(plain_http: None) -> None:
     """In every module of this folder."""
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        "tiny",
-        pytest.param("demo", marks=[pytest.mark.slow, pytest.mark.skipif(not demo_path().exists(), reason="no demo")]),
-    ],
-)
+# Where a real tokenizer, vocabulary or answer may differ from the tiny model's.
+WITH_THE_DEMO = (
+    "chat.test_prompts", "http.test_streaming", "limits.test_constraints", "openai.test_continuous_usage",
+    "routes.test_completions", "routes.test_embeddings", "routes.test_messages", "routes.test_must_work",
+    "routes.test_scores",
+)  # fmt: skip
+DEMO = pytest.param("demo", marks=[pytest.mark.slow, pytest.mark.skipif(not demo_path().exists(), reason="no demo")])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "engine" in metafunc.fixturenames and metafunc.module.__name__.endswith(WITH_THE_DEMO):
+        metafunc.parametrize("engine", ["tiny", DEMO], indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def engine(request: pytest.FixtureRequest, tiny_model: Path) -> Engine:
-    model = tiny_model if request.param == "tiny" else "demo"
+    model = "demo" if getattr(request, "param", "tiny") == "demo" else tiny_model
     config = EngineConfig(max_model_len=512, max_num_seqs=16, kv_cache_memory=256 << 20, threads=2)
     return Engine(str(model), config)
 

@@ -18,9 +18,6 @@ from qserve.runtime.server.serve import ServerHandle
 
 from ..waiting import idle, wait_until
 
-# A larger model says nothing more of a connection, and takes half a minute for each answer.
-pytestmark = pytest.mark.parametrize("engine", ["tiny"], indirect=True)
-
 ASKED: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "n": 16}
 LARGE = ASKED | {"prompt": "the", "logprobs": 20}
 LARGER = ASKED | {"messages": [{"role": "user", "content": "the"}], "logprobs": True, "top_logprobs": 20}
