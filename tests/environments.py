@@ -48,23 +48,23 @@ INTEROP = {
         imports=("auto_gptq", "awq"),
         borrows=True,
     ),
-    "peft": Environment((TORCH, "transformers>=5.23,<6", "accelerate", "peft==0.21.2"), ("peft",), borrows=True),
+    "peft": Environment((TORCH, "transformers==5.23.0", "accelerate", "peft==0.21.2"), ("peft",), borrows=True),
     "compressed-tensors": Environment(
-        packages=(TORCH, "transformers>=5.23,<6", "accelerate", "compressed-tensors==0.20.0"),
+        packages=(TORCH, "transformers==5.23.0", "accelerate", "compressed-tensors==0.20.0"),
         imports=("compressed_tensors", "transformers"),
         borrows=True,
     ),
     "bitsandbytes": Environment((TORCH, "bitsandbytes==0.50.2"), ("bitsandbytes",), borrows=True),
     "modelopt": Environment(
-        packages=(TORCH, "transformers>=5.23,<6", "accelerate", "nvidia-modelopt==0.47.0"),
+        packages=(TORCH, "transformers==5.23.0", "accelerate", "nvidia-modelopt==0.47.0"),
         imports=("modelopt.torch.quantization", "modelopt.torch.export"),
         borrows=True,
     ),
     "quark": Environment(
-        (TORCH, "transformers>=5.23,<6", "accelerate", "amd-quark==0.13"), ("quark.torch",), borrows=True
+        (TORCH, "transformers==5.23.0", "accelerate", "amd-quark==0.13"), ("quark.torch",), borrows=True
     ),
     "hqq": Environment(
-        packages=(TORCH, "setuptools<81", "wheel", "termcolor", "transformers>=5.23,<6", "accelerate", "einops"),
+        packages=(TORCH, "setuptools<81", "wheel", "termcolor", "transformers==5.23.0", "accelerate", "einops"),
         alone=("hqq==0.2.8.post1",),
         imports=("hqq.core.quantize",),
         borrows=True,
