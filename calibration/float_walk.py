@@ -75,6 +75,7 @@ class FloatWalk:
         linears = {each: linear for group in groups for each in group if isinstance(linear := parts[each], nn.Linear)}
         visit = Visit(index, len(self._skeleton.blocks), name, changed, linears, groups)
         visit.inputs = visit.floats = self._inputs
-        visit.call, visit.samples_at_once = self._calls[index], self._inputs.shape[0]
+        visit.call, visit.short_call = self._calls[index], self._few[index]
+        visit.samples_at_once = self._inputs.shape[0]
         visit.float_block = self._skeleton.block(index)
         return visit

@@ -19,12 +19,13 @@ _here = local()
 class PausableForward:
     """``forward`` over the samples ``start`` .. ``stop``. It begins with the first ``resume``.
 
-    ``at`` is (name, tensor) where it is stopped; None before it began and after it ended. ``output`` is set at the end.
+    ``at`` is what ``pause`` was told where it is stopped; None before it began and after it ended. ``output`` is set at
+    the end.
     """
 
     def __init__(self, start: int, stop: int, forward: Callable[[], Tensor]) -> None:
         self.start, self.stop = start, stop
-        self.at: tuple[str, Tensor] | None = None
+        self.at: tuple[str, Tensor, Tensor | None] | None = None
         self.output: Tensor | None = None
         self._forward = forward
         self._mine, self._owners = Semaphore(0), Semaphore(0)
@@ -66,11 +67,12 @@ class PausableForward:
         self._owners.release()
 
 
-def pause(name: str, tensor: Tensor) -> None:
-    """Called inside a forward: stop here and let the owner go on until it resumes this forward."""
+def pause(name: str, inputs: Tensor, stream: Tensor | None = None) -> None:
+    """Called inside a forward, in front of the linear ``name`` with its ``inputs`` and the residual stream that it adds
+    to: stop here and let the owner go on until it resumes this forward."""
     forward: PausableForward = _here.forward
-    forward.at = name, tensor
-    del tensor
+    forward.at = name, inputs, stream
+    del inputs, stream
     forward._owners.release()
     forward._mine.acquire()
     if forward._cancelled:

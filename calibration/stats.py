@@ -27,8 +27,9 @@ class LayerStats:
     sample    float32 [at most sample_rows, in], evenly spaced rows of X; for what no moment can tell
     drift     float32 [in, in], 2/rows * (F - X)^T X over the rows for which F, the float model's input, is known: the
               drift of X away from F, as far as a linear layer can make up for it; None where F is known for no row
-    target    float32 [out, in], 2/tokens * Y^T X, where Y = F W^T is the output of the float model's layer without its
-              bias; None unless Y is known for every row. W ``drift`` is ``target`` - W H
+    target    float32 [out, in], 2/tokens * Y^T X, where Y is the output that the layer should have, without its bias:
+              the float model's, F W^T, of which W ``drift`` is ``target`` - W H; of a layer that adds to the residual
+              stream, what is missing to the float model's stream behind it. None unless Y is known for every row
     The mean is updated rather than a sum, so a long run does not overflow. Where products are in bfloat16, moments are
     those of X and F rounded to it, as layers see them; they are summed in float32.
     """
@@ -64,7 +65,7 @@ class LayerStats:
         self._add_floats(self.drift, rows, wanted.to(torch.float32).sub(rows.to(wanted.dtype)))
 
     def update_target(self, inputs: Tensor, outputs: Tensor) -> None:
-        """Note ``outputs`` [..., out] of the float model's layer, where this layer gets ``inputs`` [..., in]."""
+        """Note ``outputs`` [..., out], the target where this layer gets ``inputs`` [..., in]."""
         rows, wanted = inputs.reshape(-1, inputs.shape[-1]), outputs.reshape(-1, outputs.shape[-1])
         if self._target is None:
             self._target = torch.zeros(wanted.shape[1], rows.shape[1])

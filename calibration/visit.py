@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qserve.calibration.activations import Activations
 from qserve.calibration.groups import Hooks, StopForward, stages
 from qserve.calibration.pausable import PausableForward, pause
 from qserve.calibration.products import fast_products
+from qserve.calibration.residual import Streams, adding_linears
 from qserve.calibration.skeleton import Call
 from qserve.calibration.stats import LayerStats
 from qserve.kernels import products
@@ -97,6 +99,7 @@ class Visit:
     _outputs: list[tuple[int, Tensor]] | None = None
     _float_outputs: list[tuple[int, Tensor]] | None = None
     _finished: bool = False
+    _adding: dict[str, str] = field(default_factory=dict)
 
     def short_inputs(self) -> Tensor:
         """float32 [1, few tokens, width]: enough to try things out with ``short_call``."""
@@ -128,6 +131,10 @@ class Visit:
         reached: set[str] = set()
         if self.floats is None:
             gather = dataclasses.replace(gather, drift=False)
+        if gather.drift and self._all_followed():
+            assert self.short_call is not None
+            first = {group[0]: self.linears[group[0]] for group in self.groups if len(group) == 1}
+            self._adding = adding_linears(self.block, first, self.short_inputs(), self.short_call)
         if self.inputs is not None:
             if self.samples_at_once >= self.inputs.shape[0]:
                 self._in_one_pass(on_inputs, gather, reached)
@@ -168,16 +175,18 @@ class Visit:
         assert self.inputs is not None
         place = {name: index for index, group in enumerate(self.groups) for name in group}
         divisors: dict[str, Tensor] = {}
+        streams = Streams(self.block, self._adding)
 
         def before(name: str, inputs: Tensor) -> Tensor | None:
             if name not in reached:
-                pause(name, inputs)
+                pause(name, inputs, streams.before(name))
             # The layer before has already run, without the scale that was just moved into it.
             return inputs / divisors[name] if name in divisors else None
 
         workers = self._workers()
         floats = self._float_states(gather)
         with ExitStack() as stack:
+            stack.enter_context(streams)
             stack.enter_context(Hooks(self.linears, before))
             for worker in workers:
                 stack.callback(worker.cancel)
@@ -208,16 +217,21 @@ class Visit:
 
     def _float_states(self, gather: Gather) -> dict[str, dict[int, Tensor]]:
         """The float model's inputs of the first linear of each group, by the first sample of each part; or its outputs,
-        where they are smaller and tell as much. Not for experts, whose rows could not be matched."""
+        where they are smaller and tell as much; or, where it adds to the residual stream, that behind it (float32). Not
+        for experts, whose rows could not be matched."""
         seen: dict[str, dict[int, Tensor]] = {}
         if not gather.drift or self.floats is None or self.float_block is None or self.call is None:
             return seen
-        start = 0
+        start, streams = 0, Streams(self.float_block, self._adding)
 
         def note(name: str, by_outputs: bool, linear: nn.Linear, inputs: Tensor, output: Tensor) -> None:
-            kept = inputs if not by_outputs else output if linear.bias is None else output - linear.bias
-            # A copy: a block may add to the output in place (parallel blocks do).
-            kept = kept.to(products.multiplied(kept.device), copy=True)
+            stream = streams.before(name)
+            if stream is not None:
+                kept = stream + _own(linear, output)
+            else:
+                kept = inputs if not by_outputs else _own(linear, output)
+                # A copy: a block may add to the output in place (parallel blocks do).
+                kept = kept.to(products.multiplied(kept.device), copy=True)
             seen.setdefault(name, {}).setdefault(start, kept.reshape(-1, kept.shape[-1]))
 
         with ExitStack() as stack:
@@ -226,6 +240,7 @@ class Visit:
                 keep = partial(note, group[0], self._by_outputs(group))
                 hook = linear.register_forward_hook(lambda of, args, output, keep=keep: keep(of, args[0], output))
                 stack.callback(hook.remove)
+            stack.enter_context(streams)
             stack.enter_context(fast_products())
             self._float_outputs = []
             for start, stop in _parts(self.floats, _at_once()):
@@ -235,9 +250,12 @@ class Visit:
 
     def _by_outputs(self, group: list[str]) -> bool:
         """Whether the float model's outputs of the linear tell as much as its inputs, and are smaller."""
-        assert self.inputs is not None and self.floats is not None
         linear = self.linears[group[0]]
-        return len(group) == 1 and linear.out_features < linear.in_features and self.floats.shape == self.inputs.shape
+        return len(group) == 1 and linear.out_features < linear.in_features and self._all_followed()
+
+    def _all_followed(self) -> bool:
+        assert self.inputs is not None and self.floats is not None
+        return self.floats.shape == self.inputs.shape
 
     def _paused_stats(
         self, workers: list[PausableForward], floats: dict[int, Tensor], group: list[str], gather: Gather
@@ -245,18 +263,22 @@ class Visit:
         """Statistics of the inputs of ``group``, where ``workers`` are stopped, and of the float model there."""
         assert self.inputs is not None and workers[0].at is not None
         samples, length, _ = self.inputs.shape
-        note = LayerStats.update_target if floats and self._by_outputs(group) else LayerStats.update_drift
+        by_outputs = bool(floats) and (group[0] in self._adding or self._by_outputs(group))
+        note = LayerStats.update_target if by_outputs else LayerStats.update_drift
         stats = gather.stats(workers[0].at[1].shape[-1])
         for worker in workers:
             assert worker.at is not None
-            rows = worker.at[1].reshape(-1, worker.at[1].shape[-1])
+            rows, stream = _rows(worker.at[1]), worker.at[2]
             stats.update(rows, (worker.stop - worker.start) / samples)
             if len(rows) != (worker.stop - worker.start) * length:
                 continue  # a router chose which tokens come here
             for start in [start for start in floats if worker.start <= start < worker.stop]:
                 state, first = floats.pop(start), (start - worker.start) * length
+                part = slice(first, first + len(state))
+                if stream is not None:
+                    state = state.sub_(_rows(stream)[part])
                 if len(state) % length == 0:
-                    note(stats, rows[first : first + len(state)], state)
+                    note(stats, rows[part], state)
         return stats
 
     def _in_stages(self, on_inputs: OnInputs, gather: Gather, reached: set[str]) -> None:
@@ -275,18 +297,18 @@ class Visit:
         stats: dict[str, LayerStats] = {}
         missing: set[str] = set()
         floats: dict[str, Tensor] = {}
-        count = 0
+        count, streams = 0, Streams(self.block, self._adding)
 
         def before(name: str, inputs: Tensor) -> None:
             if name not in stats:
                 stats[name] = gather.stats(inputs.shape[-1])
             stats[name].update(inputs, count / samples)
-            self._note_drift(stats[name], inputs, floats.get(name), count)
+            self._note_drift(stats[name], inputs, floats.get(name), streams.before(name), count)
             missing.discard(name)
             if not missing:
                 raise StopForward
 
-        with Hooks({name: self.linears[name] for name in names}, before):
+        with streams, Hooks({name: self.linears[name] for name in names}, before):
             for start in range(0, samples, self.samples_at_once):
                 missing.update(names)
                 part = self.inputs.read(start, min(start + self.samples_at_once, samples))
@@ -298,19 +320,25 @@ class Visit:
         return stats
 
     def _float_inputs(self, start: int, stop: int, names: list[str]) -> dict[str, Tensor]:
-        """The float model's inputs of the linears ``names``, for those of the samples for which it is followed."""
+        """The float model's inputs of the linears ``names``, for those of the samples for which it is followed; or the
+        residual stream behind those that add to it."""
         assert self.floats is not None and self.float_block is not None and self.call is not None
         stop = min(stop, self.floats.shape[0])
         found: dict[str, Tensor] = {}
+        streams = Streams(self.float_block, self._adding)
 
         def before(name: str, inputs: Tensor) -> None:
-            found.setdefault(name, inputs.clone())
+            if (stream := streams.before(name)) is None:
+                found.setdefault(name, inputs.clone())
+            else:
+                weight = linears[name].get_parameter("weight")
+                found.setdefault(name, stream + F.linear(inputs.float(), weight))
             if len(found) == len(names):
                 raise StopForward
 
         linears = {name: self.float_block.get_submodule(name.removeprefix(f"{self.name}.")) for name in names}
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
-        with Hooks(linears, before), fast_products():
+        with streams, Hooks(linears, before), fast_products():
             for first in range(start, stop, _at_once()):
                 found.clear()
                 part = self.floats.read(first, min(first + _at_once(), stop))
@@ -320,12 +348,17 @@ class Visit:
                     parts[name].append(inputs)
         return {name: torch.cat(parts.pop(name)) for name in names if parts[name]}
 
-    def _note_drift(self, stats: LayerStats, inputs: Tensor, floats: Tensor | None, samples: int) -> None:
-        """``inputs`` are those of ``samples`` samples, ``floats`` those of as many or fewer. Where a router chose the
-        tokens, rows cannot be matched and nothing is noted."""
+    def _note_drift(
+        self, stats: LayerStats, inputs: Tensor, floats: Tensor | None, stream: Tensor | None, samples: int
+    ) -> None:
+        """``inputs`` and ``stream`` are those of ``samples`` samples, ``floats`` those of as many or fewer. Where a
+        router chose the tokens, rows cannot be matched and nothing is noted."""
         assert self.inputs is not None
         length = self.inputs.shape[1]
-        rows = inputs.reshape(-1, inputs.shape[-1])
+        rows = _rows(inputs)
+        if floats is not None and stream is not None:
+            stats.update_target(rows, _rows(floats - stream))
+            return
         if floats is None or len(rows) != samples * length or floats.numel() % (length * rows.shape[1]):
             return
         stats.update_drift(rows[: floats.numel() // rows.shape[1]], floats)
@@ -338,6 +371,15 @@ class Visit:
         for name, weight in zip(names, replacement.weights, strict=True):
             self.linears[name].weight = nn.Parameter(weight if self.load is None else weight.to("meta"), False)
         return replacement.divisor
+
+
+def _rows(states: Tensor) -> Tensor:
+    return states.reshape(-1, states.shape[-1])
+
+
+def _own(linear: nn.Linear, output: Tensor) -> Tensor:
+    """``output`` without the bias."""
+    return output if linear.bias is None else output - linear.bias
 
 
 def _at_once() -> int:

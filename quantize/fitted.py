@@ -22,6 +22,8 @@ _SMALL = "SmolLM2-135M-Instruct, two cores with AVX-512"
 # other texts differ from the calibration text; and, times inputs / tokens, for correlations that are there by chance.
 SHRINKAGE = Fitted(0.1, _SMALL)
 SHRINKAGE_BY_CHANCE = Fitted(1.4, _SMALL)
+# Of what earlier layers lost and a layer could make up for, by the calibration text: the share that it makes up for.
+MADE_UP = Fitted(0.85, _SMALL)
 
 # Mixed precision. Where the float model is followed, later blocks make up for more of the larger costs, which one block
 # does not show: ratios of costs per weight are raised to this power. And when all linears are rounded, they make up

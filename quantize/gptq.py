@@ -16,7 +16,7 @@ from qserve.checkpoint.spec import WeightScheme
 from qserve.kernels import native, rounding
 from qserve.quantize import fp8, rtn, trellis
 from qserve.quantize.descent import descend
-from qserve.quantize.fitted import SHRINKAGE, SHRINKAGE_BY_CHANCE
+from qserve.quantize.fitted import MADE_UP, SHRINKAGE, SHRINKAGE_BY_CHANCE
 from qserve.quantize.layer import LayerResult, output_error, quantized_weight
 from qserve.quantize.sweep import sweep_with_torch
 
@@ -43,8 +43,10 @@ def quantize(weight: Tensor, stats: LayerStats, scheme: WeightScheme, *, act_ord
     correlation this would be rounding to nearest.
 
     Where ``stats`` have the drift of the input X from the float model's F, the layer aims at the float model's output
-    W F instead of W X (asymmetric calibration, arXiv 2504.02692). The weight to round is then the least-squares
-    solution W + W (F - X) X^T (X X^T)^-1. So this layer makes up for what earlier layers lost, as far as it can.
+    W F instead of W X (asymmetric calibration, arXiv 2504.02692). The least-squares solution for that is
+    W + W (F - X) X^T (X X^T)^-1. A layer that adds to the residual stream aims at the float model's stream behind it
+    (as in arXiv 2509.06297), so it also makes up for what earlier layers have left there. The weight to round goes
+    ``MADE_UP`` of the way: a regression also finds what is there by chance.
 
     Codes and scales then descend together (``descent``), to 0.89 of GPTQ's error on text that was not seen.
 
@@ -176,11 +178,13 @@ def following(inverse: Inverse, weight: Tensor, stats: LayerStats) -> Tensor:
     drifted = None if factor is None else _drifted(weight, stats)
     if factor is None or drifted is None or not bool(torch.isfinite(drifted).all()):
         return weight
-    return weight.index_add(1, order, drifted[:, order] @ factor.upper.t() @ factor.upper)
+    change = drifted[:, order] @ factor.upper.t() @ factor.upper
+    return weight.index_add(1, order, change, alpha=MADE_UP.value)
 
 
 def _drifted(weight: Tensor, stats: LayerStats) -> Tensor | None:
-    """2/rows W (F - X)^T X, float32 [out, in], or None where ``stats`` do not have it."""
+    """2/rows of what is missing to the layer's output, times its input: float32 [out, in]; W (F - X)^T X where it does
+    not add to the residual stream. None where ``stats`` do not have it."""
     if stats.target is not None and stats.hessian is not None:
         return torch.addmm(stats.target, weight, stats.hessian, alpha=-1.0)
     return None if stats.drift is None else weight @ stats.drift

@@ -192,6 +192,7 @@ def test_drift_compares_with_the_float_model(saved, windows, way, monkeypatch):
 @pytest.mark.parametrize("way", ["whole", "workers"])
 def test_where_every_sample_is_followed_outputs_say_how_far_inputs_drifted(saved, windows, way, monkeypatch):
     monkeypatch.setattr(products, "multiplied", lambda device=None: torch.float32)
+    monkeypatch.setattr(visiting, "adding_linears", lambda *_: {})
 
     def walked(by_outputs):
         found = {}
@@ -211,6 +212,52 @@ def test_where_every_sample_is_followed_outputs_say_how_far_inputs_drifted(saved
     by_inputs = walked(False)
     for names, drifted in walked(True).items():
         torch.testing.assert_close(drifted, by_inputs[names], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_adds_to_the_residual_stream_aims_at_the_float_models(saved, windows, way, monkeypatch):
+    """Plain copies of the model, one of them quantized as the walk goes: what is missing to the stream of the other."""
+    monkeypatch.setattr(products, "multiplied", lambda device=None: torch.float32)
+    path, model = saved
+    targets = {}
+
+    def note(inputs):
+        targets.update(dict.fromkeys(inputs.names, inputs.stats.target))
+        return Replacement([coarse(weight) for weight in inputs.weights])
+
+    every_block(Skeleton(HFDirectory(path)), windows, note, Gather(drift=True), float_samples=5, **WAYS[way])
+    reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).eval()
+    for layer in range(3):
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+                     "mlp.up_proj", "mlp.down_proj"):  # fmt: skip
+            name = f"model.layers.{layer}.{name}"
+            linear = reference.get_submodule(name)
+            if name.endswith(("o_proj", "down_proj")):
+                wanted, _, _ = stream_around(model, name, windows)
+                behind, output, inputs = stream_around(reference, name, windows)
+                expected = 2 / len(inputs) * (wanted - (behind - output)).t() @ inputs
+                torch.testing.assert_close(targets[name], expected, atol=5e-3, rtol=5e-3)
+            linear.weight.data = coarse(linear.weight.data)
+
+
+def stream_around(model, name, windows):
+    """(the stream behind the linear ``name``, what it adds, its inputs), as rows."""
+    seen = []
+    layer = model.get_submodule(name.split(".self_attn")[0].split(".mlp")[0])
+    linear = model.get_submodule(name)
+    handles = [linear.register_forward_hook(lambda _, args, output: seen.append((output, args[0])))]
+    if name.endswith("o_proj"):
+        handles.append(layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: seen.append(args[0])))
+    else:
+        handles.append(layer.register_forward_hook(lambda _, args, out: seen.append(out)))
+    with torch.no_grad():
+        model(windows)
+    for handle in handles:
+        handle.remove()
+    (output, inputs), behind = seen
+    behind = behind[0] if isinstance(behind, tuple) else behind
+    own = output if linear.bias is None else output - linear.bias
+    return tuple(each.reshape(-1, each.shape[-1]) for each in (behind, own, inputs))
 
 
 @pytest.mark.parametrize("way", ["workers"])

@@ -244,4 +244,4 @@ def test_what_the_input_has_drifted_is_made_up_for():
         float((inputs[600:] @ gptq.quantize(weight, stats, scheme).weight.dequantize().t() - wanted).square().mean())
         for stats in (plain, drifted)
     ]
-    assert error[1] < 0.2 * error[0]
+    assert error[1] < 0.3 * error[0]

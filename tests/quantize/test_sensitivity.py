@@ -62,7 +62,8 @@ def divergence(path: Path, unit: Unit, scheme: WeightScheme, text: Tensor | None
 
 @torch.no_grad()
 def made_up_divergence(path: Path, unit: Unit, scheme: WeightScheme, text: Tensor) -> float:
-    """The same by GPTQ where the linears behind ``unit`` in its block then become what fits the float model best."""
+    """The same by GPTQ where the linears behind ``unit`` in its block then become what fits the float model best; those
+    that add to the residual stream, what brings it nearest to that model's."""
     model, base = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
     block = unit[0].rpartition(".layers.")[0] + ".layers." + unit[0].split(".layers.")[1].split(".")[0]
     stages = [["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], ["self_attn.o_proj"],
@@ -86,11 +87,13 @@ def made_up_divergence(path: Path, unit: Unit, scheme: WeightScheme, text: Tenso
         square = now.t() @ now
         mean = float(square.diagonal().mean())
         square.diagonal().mul_(1.1 + 1.4 * square.shape[0] / len(now)).add_(0.01 * mean)
+        norm = {"o_proj": "input_layernorm", "down_proj": "post_attention_layernorm"}.get(group[0].rpartition(".")[2])
+        gone = inputs(base, f"{block}.{norm}") - inputs(model, f"{block}.{norm}") if norm else torch.zeros(1)
         for name in group:
             linear = model.get_submodule(name)
             weight = linear.weight.data.double()
-            change = torch.linalg.solve(square, now.t() @ ((before - now) @ weight.t())).t()
-            linear.weight = torch.nn.Parameter((weight + change).float())
+            change = torch.linalg.solve(square, now.t() @ ((before - now) @ weight.t() + gone)).t()
+            linear.weight = torch.nn.Parameter((weight + fitted.MADE_UP.value * change).float())
     p, q = (each(windows()).logits.log_softmax(-1) for each in (base, model))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
