@@ -13,11 +13,11 @@ from qserve.calibration.groups import Hooks, shared_inputs
 from qserve.calibration.products import fast_products
 from qserve.calibration.skeleton import Skeleton
 from qserve.calibration.stats import LayerStats
-from qserve.calibration.visit import Visit
+from qserve.calibration.visit import DRY_TOKENS, Visit
 from qserve.checkpoint.parts import Part
 
-# Samples in one forward, and the number of tokens that is enough to see which linears share an input.
-_AT_ONCE, _FEW = 4, 4
+# Samples in one forward.
+_AT_ONCE = 4
 
 
 class FloatWalk:
@@ -32,7 +32,7 @@ class FloatWalk:
         shape = samples, length, skeleton.hidden_size
         self._inputs = Activations(*shape, offload, skeleton.device)
         self._outputs = Activations(*shape, offload, skeleton.device)
-        self._calls, self._few = skeleton.stem(windows, _FEW, self._outputs)
+        self._calls, self._few = skeleton.stem(windows, DRY_TOKENS, self._outputs)
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """(name, float32 [samples, length, width]) a few samples at a time: the inputs of the block after the one
@@ -51,7 +51,7 @@ class FloatWalk:
         Linears that no token reached are left out. Call it for every block in order, or from the resumed block on."""
         self._inputs, self._outputs = self._outputs, self._inputs
         block, linears, call = self._skeleton.block(index), self._skeleton.linears(index), self._calls[index]
-        self._groups = shared_inputs(block, linears, self._inputs.read(0, 1)[:, :_FEW], self._few[index])
+        self._groups = shared_inputs(block, linears, self._inputs.read(0, 1)[:, :DRY_TOKENS], self._few[index])
         stats: dict[str, LayerStats] = {}
 
         def before(name: str, inputs: Tensor) -> None:
