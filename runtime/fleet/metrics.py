@@ -66,16 +66,17 @@ class FleetMetrics:
 
     async def render(self, now: float) -> bytes:
         """The text exposition format; replicas are asked meanwhile, and one that does not answer is left out."""
-        replicas = list(self._fleet.replicas.values())
+        asked = list(self._fleet.replicas.values())
+        pages = dict(zip((each.url for each in asked), await asyncio.gather(*(_page(each) for each in asked))))
+        replicas = list(self._fleet.replicas.values())  # some left meanwhile
         self._keep({each.url for each in replicas})
-        pages = await asyncio.gather(*(_page(each) for each in replicas))
         own = {
             "ready": ("gauge", {each.url: str(int(each.takes_requests(now))) for each in replicas}),
             "requests": ("gauge", {each.url: str(self._fleet.router.load(each.url)) for each in replicas}),
             "starts_total": ("counter", {each.url: str(each.local.starts) for each in replicas if each.local}),
         }
         theirs = {
-            name: (kind, {each.url: page[name] for each, page in zip(replicas, pages) if name in page})
+            name: (kind, {each.url: value for each in replicas if (value := pages.get(each.url, {}).get(name))})
             for name, kind in _SHOWN.items()
         }
         lines = []

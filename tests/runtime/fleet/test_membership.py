@@ -18,6 +18,7 @@ from qserve.runtime.autoscale import Autoscale
 from qserve.runtime.fleet import ingress
 from qserve.runtime.fleet.aliases import Aliases
 from qserve.runtime.fleet.fleet import Fleet
+from qserve.runtime.fleet.metrics import FleetMetrics
 from qserve.runtime.fleet.replica_process import ReplicaProcess
 from qserve.runtime.fleet.scaling import Scaling
 from qserve.runtime.fleet.spec import FleetSpec
@@ -62,6 +63,19 @@ def test_a_replica_joins_again_and_again_and_leaves_when_it_is_down(servers: lis
         assert ask(router)["object"] == "text_completion"
         assert list(router.fleet.replicas) == [root(servers[0])], "one that was given stays"
         router.fleet.router.check()
+
+
+def test_a_replica_that_leaves_while_it_is_asked_is_not_in_the_metrics(servers: list[ServerHandle]) -> None:
+    class Leaves(FleetMetrics):
+        async def render(self, now: float) -> bytes:
+            asyncio.get_running_loop().call_soon(router.fleet._leave, router.fleet.replicas[gone])
+            return await super().render(now)
+
+    stays, gone = map(root, servers[:2])
+    with routed([stays]) as router:
+        there(router, router.fleet.join(gone, None))
+        page = there(router, Leaves(router.fleet).render(0.0)).decode()
+    assert stays in page and gone not in page
 
 
 def test_requests_wait_for_a_first_replica_of_a_promised_model(
