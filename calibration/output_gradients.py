@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qserve.calibration.head import head_input
-from qserve.calibration.products import exact_products, fast_products
+from qserve.calibration.products import exact_products
 from qserve.calibration.stats import LayerStats
+from qserve.kernels import products
 
 PIECE = 128  # tokens whose logits are there at once
 
@@ -67,15 +68,23 @@ def output_gradients(
     return found
 
 
-def _gradient(head: nn.Module, states: Tensor, generator: torch.Generator) -> Tensor:
-    """Of the sum of -log p(drawn token), by ``states`` [1, length, hidden]."""
+@torch.no_grad()
+def _gradient(head: nn.Linear, states: Tensor, generator: torch.Generator) -> Tensor:
+    """Of the sum of -log p(drawn token), by ``states`` [samples, length, hidden]."""
+    weight = head.weight.to(products.multiplied(states.device))
+    bias = None if head.bias is None else head.bias.to(weight.dtype)
     parts = []
-    for part in states.split(PIECE, dim=1):
-        leaf = part.detach().requires_grad_()
-        with fast_products():
-            logits = head(leaf).float().flatten(0, 1)
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
-        F.cross_entropy(logits, drawn, reduction="sum").backward()  # type: ignore[no-untyped-call]
-        assert leaf.grad is not None
-        parts.append(leaf.grad)
-    return torch.cat(parts, dim=1).to(states.dtype)
+    for part in states.flatten(0, 1).split(PIECE):
+        by_logits = F.linear(part.to(weight.dtype), weight, bias).float().softmax(-1)
+        drawn = draw(by_logits, generator)
+        by_logits.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=torch.float32))
+        parts.append(by_logits.to(weight.dtype) @ weight)
+    return torch.cat(parts).view_as(states).to(states.dtype)
+
+
+def draw(chances: Tensor, generator: torch.Generator) -> Tensor:
+    """A token of each row's distribution, int64 [tokens, 1]; by one random number, where ``multinomial`` takes one for
+    every token of the vocabulary."""
+    sums = chances.cumsum(-1, dtype=torch.float64)
+    random = torch.rand(len(sums), 1, dtype=torch.float64, generator=generator, device=sums.device)
+    return torch.searchsorted(sums, (1 - random) * sums[:, -1:])

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from qserve.calibration.output_gradients import output_gradients
+from qserve.calibration.output_gradients import draw, output_gradients
 from qserve.calibration.skeleton import Skeleton
 from qserve.checkpoint.source import open_model
 
@@ -18,13 +18,13 @@ def test_they_are_those_of_the_drawn_tokens(tiny_model, monkeypatch):
     """Against autograd over the whole model, with the very tokens that were drawn."""
     model, linears = model_of(tiny_model)
     windows = torch.randint(0, 100, (3, 17), generator=torch.Generator().manual_seed(1))
-    drawn, multinomial = [], torch.multinomial
+    drawn = []
 
-    def noted(*args, **kwargs):
-        drawn.append(multinomial(*args, **kwargs))
+    def noted(*args):
+        drawn.append(draw(*args))
         return drawn[-1]
 
-    monkeypatch.setattr(torch, "multinomial", noted)
+    monkeypatch.setattr("qserve.calibration.output_gradients.draw", noted)
     monkeypatch.setattr("qserve.kernels.products.multiplied", lambda device=None: torch.float32)  # as autograd here
     monkeypatch.setattr("qserve.calibration.output_gradients.PIECE", 5)
     before = {name: linear.weight.clone() for name, linear in linears.items()}
@@ -80,3 +80,11 @@ def test_they_foretell_the_divergence(tiny_model):
     divergence = float((base.exp() * (base - moved)).sum(-1).mean())
     expected = 0.5 * size**2 * float(fisher.diagonal().sum())
     assert 0.7 < divergence / expected < 1.4
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    chances = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]]).expand(40_000, -1)
+    drawn = draw(chances, torch.Generator().manual_seed(0))
+    assert drawn.shape == (40_000, 1)
+    counts = drawn.flatten().bincount(minlength=6) / len(drawn)
+    assert counts[[0, 2, 5]].sum() == 0 and torch.allclose(counts, chances[0], atol=0.01)
