@@ -84,7 +84,7 @@ def _gradient(head: nn.Linear, states: Tensor, generator: torch.Generator) -> Te
 
 def draw(chances: Tensor, generator: torch.Generator) -> Tensor:
     """A token of each row's distribution, int64 [tokens, 1]; by one random number, where ``multinomial`` takes one for
-    every token of the vocabulary."""
+    every token of the vocabulary. Any token where the chances are not finite."""
     sums = chances.cumsum(-1, dtype=torch.float64)
     random = torch.rand(len(sums), 1, dtype=torch.float64, generator=generator, device=sums.device)
-    return torch.searchsorted(sums, (1 - random) * sums[:, -1:])
+    return torch.searchsorted(sums, (1 - random) * sums[:, -1:]).clamp_(max=chances.shape[1] - 1)

@@ -88,3 +88,4 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     assert drawn.shape == (40_000, 1)
     counts = drawn.flatten().bincount(minlength=6) / len(drawn)
     assert counts[[0, 2, 5]].sum() == 0 and torch.allclose(counts, chances[0], atol=0.01)
+    assert 0 <= int(draw(torch.full((1, 6), torch.nan), torch.Generator())) < 6
