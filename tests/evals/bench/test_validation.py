@@ -89,7 +89,7 @@ def test_a_server_is_fitted_and_compared(server: ServerHandle) -> None:
     assert found.requests == 24
     assert found.measured.keys() == found.simulated.keys() > {"TTFT mean, s", "prompt tokens from the cache"}
     assert found.errors["output tokens/s"] == pytest.approx(0, abs=0.3)
-    # Which of 24 requests finds its prefix is a matter of milliseconds: 0.08 to 0.31 were seen, the most on a busy machine.
+    # Which of 24 requests finds its prefix is a matter of milliseconds: 0.08 to 0.31 were seen, most on a busy machine.
     assert found.errors["prompt tokens from the cache"] == pytest.approx(0, abs=0.4)
 
 
