@@ -13,11 +13,12 @@ _RUN = """
 import json, sys
 from pathlib import Path
 from qserve.checkpoint.hf import HFDirectory
-from qserve.quantize import forecast, gptq, pipeline
+from qserve.quantize import descent, forecast, gptq, pipeline
 from qserve.quantize.job import QuantizeJob
 
 assert gptq._DOUBLE == forecast._WIDE
 gptq._DOUBLE = forecast._WIDE = int(sys.argv[4])
+descent._TURNS = 1  # further ones need no more memory
 job = QuantizeJob(**{"calibration": "builtin"} | json.loads(sys.argv[3]))
 report = pipeline.run(HFDirectory(sys.argv[1]), Path(sys.argv[2]), job)
 print(report.forecast.peak_bytes, report.peak_bytes)
