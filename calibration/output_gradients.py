@@ -76,7 +76,7 @@ def _gradient(head: nn.Linear, states: Tensor, generator: torch.Generator) -> Te
     parts = []
     for part in states.flatten(0, 1).split(PIECE):
         by_logits = F.linear(part.to(weight.dtype), weight, bias).float().softmax(-1)
-        drawn = draw(by_logits, generator)
+        drawn = draw(by_logits, generator)  # from what are still their chances, which the gradient has less 1 for it
         by_logits.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=torch.float32))
         parts.append(by_logits.to(weight.dtype) @ weight)
     return torch.cat(parts).view_as(states).to(states.dtype)
