@@ -136,6 +136,22 @@ INLINE int32_t sum_codes(vi x)
     return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 1)));
 }
 
+#define HAS_REACH 1
+
+INLINE vi size_of(vi codes)
+{
+    return (vi)_mm256_abs_epi32((__m256i)codes);
+}
+
+/* The reach of codes whose sums, and whose sizes' sums, are in these lanes. */
+INLINE int32_t reach_of(vi total, vi size)
+{
+    __m256i sides = _mm256_hadd_epi32((__m256i)(size + total), (__m256i)(size - total)); /* twice */
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sides), _mm256_extracti128_si256(sides, 1));
+    four = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 1))) / 2;
+}
+
 INLINE vf load_halves(const uint16_t *x)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x));

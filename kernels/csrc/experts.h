@@ -103,6 +103,7 @@ static void copy_row(const qs_linear *op, uint8_t *memory, int64_t rows, int64_t
         memcpy(acts.codes + to * width, acts.codes + from * width, (size_t)width);
         acts.scales[to] = acts.scales[from];
         acts.sums[to] = acts.sums[from];
+        acts.reach[to] = acts.reach[from];
     }
 }
 

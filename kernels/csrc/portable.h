@@ -299,16 +299,18 @@ static inline __attribute__((always_inline)) void QS_NAME(quantize_columns)(
         float scale = QS_NAME(span_scale)(op, top, &inverse);
         for (int32_t part = start; part < end; part += op->act_group, at += acts->rows) {
             int8_t *codes = acts->codes + at * op->act_group;
-            int32_t sum = 0;
+            int32_t sum = 0, size = 0;
             for (int32_t j = part; j < part + op->act_group; j++) {
                 float scaled = inverse == 0.0f ? 0.0f : QS_INPUT(j) * inverse;
                 int32_t code = fp4 ? QS_NAME(twice_e2m1)(scaled)
                                    : (int32_t)rintf(QS_NAME(clamp)(scaled, -128.0f, 127.0f));
                 *codes++ = (int8_t)code;
                 sum += code;
+                size += code < 0 ? -code : code;
             }
             acts->scales[at] = fp4 ? 0.5f * scale : scale;
             acts->sums[at] = sum;
+            acts->reach[at] = (size + (sum < 0 ? -sum : sum)) / 2; /* over all pairs */
         }
     }
 #undef QS_INPUT

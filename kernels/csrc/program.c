@@ -144,23 +144,24 @@ static int is_prepared(const qs_linear *op)
     return op->norm || op->act_dtype != QS_F32;
 }
 
-/* Bytes of `rows` prepared rows of the input: codes, scales and sums, or floats. */
+/* Bytes of `rows` prepared rows of the input: codes with scales, sums and reach, or floats. */
 static int64_t input_bytes(const qs_linear *op, int64_t rows)
 {
     if (!is_integer(op))
         return is_prepared(op) ? align64(rows * op->k * 4) : 0;
-    return align64(rows * op->k) + 2 * align64(rows * (op->k / op->act_group) * 4) + 64; /* a vector may be read behind */
+    return align64(rows * op->k) + 3 * align64(rows * (op->k / op->act_group) * 4) + 64; /* a vector may be read behind */
 }
 
 static qs_acts acts_at(uint8_t *memory, const qs_linear *op, int64_t rows)
 {
-    int64_t parts = op->k / op->act_group;
-    qs_acts acts;
-    acts.codes = (int8_t *)memory;
-    acts.scales = (float *)(memory + align64(rows * op->k));
-    acts.sums = (int32_t *)(memory + align64(rows * op->k) + align64(rows * parts * 4));
-    acts.rows = rows;
-    return acts;
+    const int64_t codes = align64(rows * op->k), each = align64(rows * (op->k / op->act_group) * 4);
+    return (qs_acts){
+        .codes = (int8_t *)memory,
+        .scales = (float *)(memory + codes),
+        .sums = (int32_t *)(memory + codes + each),
+        .reach = (int32_t *)(memory + codes + 2 * each),
+        .rows = rows,
+    };
 }
 
 

@@ -323,16 +323,24 @@ INLINE void quantize_lanes(
         float scale = QS_NAME(span_scale)(op, highest_bits(top), &inverse);
         for (int32_t part = start; part < end; part += op->act_group, at += acts->rows) {
             int8_t *codes = acts->codes + at * op->act_group;
-            vi total = zero;
+            vi total = zero, size = zero;
             for (int32_t j = 0; j < op->act_group; j += LANES) {
                 vf scaled = load(x + part + j) * all(inverse);
                 scaled = fp4 ? twice_e2m1(scaled) : lower(higher(scaled, all(-128.0f)), all(127.0f));
                 vi code = inverse == 0.0f ? zero : codes_of(scaled);
                 total = total + code;
+#ifdef HAS_REACH
+                size = size + size_of(code);
+#endif
                 store_codes(codes + j, code);
             }
             acts->scales[at] = fp4 ? 0.5f * scale : scale;
             acts->sums[at] = sum_codes(total);
+#ifdef HAS_REACH
+            acts->reach[at] = reach_of(total, size);
+#else
+            (void)size;
+#endif
         }
     }
 }

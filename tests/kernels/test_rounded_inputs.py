@@ -192,6 +192,37 @@ def test_the_largest_sums_do_not_overflow(isa: native.Isa) -> None:
 
 
 @pytest.mark.parametrize(
+    "scheme",
+    [
+        WeightScheme(4, 64), WeightScheme(4, 64, False), WeightScheme(4, 64, dtype="nf4"), WeightScheme(8, 64),
+        WeightScheme(4, 64, dtype="trellis"), WeightScheme(3, 64, dtype="trellis"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sums_of_sixteen_bits_hold_what_they_are_given(isa: native.Isa, scheme: WeightScheme) -> None:
+    """Kernels choose how many products go into such a sum by what the rounded inputs can reach at most. Here the codes
+    are the greatest, and the inputs of a sum all have one sign and stop at, before and behind what it holds."""
+    inp, rows = 128, 13
+    weight = make_weight(33, inp, scheme)
+    if scheme.dtype != "trellis":  # whose codes are a stream
+        codes = torch.full((33, inp), scheme.max_code, dtype=torch.uint8)
+        codes[1], codes[2, ::2] = 0, 0
+        zeros = None if weight.zeros is None else torch.full_like(weight.zeros, 1)
+        weight = replace(weight, stored=codes, scales=torch.full_like(weight.scales, 0.5), zeros=zeros)
+    dense, executor = weight.dequantize().double(), native.NativeExecutor(2, isa)
+    pairs = [i for i in range(inp) if i % 4 < 2]  # the inputs of one sum
+    for reach in (127, 519, 520, 521, 647, 1056, 1057, 1058, 2184, 2185, 2311, 4064):
+        for sign in (1.0, -1.0):
+            row = torch.zeros(inp)
+            row[pairs[: reach // 127]] = 127.0
+            row[pairs[reach // 127]] = float(reach % 127)
+            row[-1] = 127.0  # the scale of both groups is 1
+            got = product(executor, sign * row.expand(rows, inp).contiguous(), weight).double()
+            want = (sign * row.double() @ dense.t()).expand(rows, -1)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(
     ("scheme", "activations"), [(WeightScheme(4, 32), INT8), (CHANNEL, INT8), (FP8_BLOCK, FP8_GROUP), (CHANNEL, FP8)],
     ids=str,
 )  # fmt: skip
