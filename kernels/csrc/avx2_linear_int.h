@@ -4,7 +4,7 @@
 #define MANY 8            /* rows from which on unpacking nibbles pays */
 #define MANY_BYTES 12     /* the same of bytes that are not small */
 #define BLOCK_ROWS 6      /* 12 sums, two vectors of codes and two of products: 16 registers */
-#define STRIP_ROWS 48     /* whose sums are kept */
+#define STRIP_ROWS 96     /* whose sums are kept */
 #define CHUNK 768         /* inputs of a tile, at most: their codes stay in the first-level cache */
 
 /* Unpacks `inputs` inputs of a tile from `first` on to [inputs / 4][16][4]. Codes `ahead` bytes further are prefetched. */
@@ -109,10 +109,10 @@ INLINE void add_span(const int8_t *x, int64_t stride, const uint8_t *w, int32_t 
 
 /* Whether no row's products with codes of at most `greatest` leave 16 bits, however they are added: sums may wrap on the
  * way, since they end within. */
-INLINE int stays_short(const int_walk *at, int32_t greatest, const int rows)
+INLINE int stays_short(const int32_t *reach, int32_t greatest, const int rows)
 {
-    __m256i reach = _mm256_loadu_si256((const __m256i *)(const void *)at->x_reach);
-    __m256i above = _mm256_cmpgt_epi32(reach, _mm256_set1_epi32(INT16_MAX / greatest));
+    __m256i reaches = _mm256_loadu_si256((const __m256i *)(const void *)reach);
+    __m256i above = _mm256_cmpgt_epi32(reaches, _mm256_set1_epi32(INT16_MAX / greatest));
     return !(_mm256_movemask_ps(_mm256_castsi256_ps(above)) & ((1 << rows) - 1));
 }
 
@@ -169,14 +169,15 @@ INLINE void add_short_group(const int_walk *at, int32_t width, const int32_t *st
     }
 }
 
-INLINE void add_groups(const qs_linear *op, int_walk at, int32_t inputs, float *sums, int64_t apart, int v,
-                       const int rows, const int split)
+INLINE void add_groups(const qs_linear *op, int_walk at, const int32_t *reach, int32_t first, int32_t inputs, float *sums, int64_t apart,
+                       int v, const int rows, const int split)
 {
-    const int32_t width = op->act_group, small = !split && op->dtype == QS_U8;
+    const int32_t width = op->act_group, sharing = op->group / width, small = !split && op->dtype == QS_U8;
     const int32_t greatest = small ? 63 : op->codebook ? 31 : 15;
     const int32_t most = small ? SMALL_SPAN : op->codebook ? BOOK_SPAN : SPAN;
-    for (int32_t j = 0; j < inputs; j += width) {
-        const int short_enough = stays_short(&at, greatest, rows);
+    int32_t left = sharing - (first / width) % sharing; /* groups with this scale */
+    for (int32_t j = 0; j < inputs; j += width, reach += at.x_rows) {
+        const int short_enough = stays_short(reach, greatest, rows);
         int32_t starts[8] __attribute__((aligned(32)));
         __m256i x_sums = _mm256_loadu_si256((const __m256i *)(const void *)at.x_sums);
         _mm256_store_si256((__m256i *)(void *)starts, _mm256_mullo_epi32(x_sums, _mm256_set1_epi32(-op->zero)));
@@ -184,7 +185,8 @@ INLINE void add_groups(const qs_linear *op, int_walk at, int32_t inputs, float *
             add_short_group(&at, width, starts, sums, apart, v, rows, split);
         else
             add_group(&at, width, starts, short_enough ? width : most, sums, apart, v, rows, split);
-        advance(op, &at, (int64_t)width * QS_LANES);
+        left = left > 1 ? left - 1 : sharing;
+        advance(op, &at, (int64_t)width * QS_LANES, left == sharing);
     }
 }
 
@@ -193,12 +195,13 @@ INLINE void add_chunk(const qs_linear *op, const qs_acts *acts, int32_t row, int
                       int32_t inputs, const uint8_t *unpacked, float *sums, int64_t apart, const int rows)
 {
     int_walk at = walk(op, acts, row, tile, first, unpacked, 0);
+    const int32_t *reach = acts->reach + (at.x_sums - acts->sums);
     if (!is_split(op)) {
-        add_groups(op, at, inputs, sums, apart, 0, rows, 0);
+        add_groups(op, at, reach, first, inputs, sums, apart, 0, rows, 0);
         return;
     }
     for (int v = 0; v < HALVES; v++, at.w += (int64_t)inputs * QS_LANES)
-        add_groups(op, at, inputs, sums, apart, v, rows, 1);
+        add_groups(op, at, reach, first, inputs, sums, apart, v, rows, 1);
 }
 
 /* The same of `tiles` tiles, whose bytes lie `stride` apart. Behind the last chunk the sums are stored. */

@@ -5,11 +5,11 @@
 /* Where a product of one tile reads and adds: advanced by one activation group at a time. */
 typedef struct {
     const int8_t *x;       /* [rows][x_stride] */
-    const int32_t *x_sums, *x_reach; /* [rows] */
+    const int32_t *x_sums; /* [rows] */
     const float *x_scales; /* [rows] */
     const uint8_t *w;
     const uint8_t *scales, *zeros; /* zeros: NULL for none */
-    int32_t scale_dtype, sharing, left; /* activation groups that share a scale, and those of them that are left */
+    int32_t scale_dtype;
     const uint8_t *codebook;
     int64_t x_stride, x_rows, groups; /* x_rows: from a group to the next */
     int64_t ahead;         /* bytes from the weights being read to those prefetched meanwhile; 0: none */
@@ -35,20 +35,16 @@ INLINE void add_scaled(const int_walk *at, vf *products, float *sums, int64_t ap
 INLINE int_walk walk(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t tile, int32_t first,
                      const uint8_t *w, int64_t ahead)
 {
-    const int32_t g = first / op->act_group, sharing = op->group / op->act_group;
-    int64_t at = (int64_t)g * acts->rows + row;
+    int64_t at = first / op->act_group * acts->rows + row;
     int64_t scales_at = ((int64_t)tile * (op->k / op->group) + first / op->group) * QS_LANES * qs_scale_bytes(op);
     return (int_walk){
         .x = acts->codes + at * op->act_group,
         .x_sums = acts->sums + at,
-        .x_reach = acts->reach + at,
         .x_scales = acts->scales + at,
         .w = w,
         .scales = (const uint8_t *)op->scales + scales_at,
         .zeros = op->zeros ? (const uint8_t *)op->zeros + scales_at : NULL,
         .scale_dtype = op->scale_dtype,
-        .sharing = sharing,
-        .left = sharing - g % sharing,
         .codebook = op->codebook,
         .x_stride = op->act_group,
         .x_rows = acts->rows,
@@ -57,17 +53,15 @@ INLINE int_walk walk(const qs_linear *op, const qs_acts *acts, int32_t row, int3
     };
 }
 
-/* On to the next activation group, whose codes begin `bytes` further. */
-INLINE void advance(const qs_linear *op, int_walk *at, int64_t bytes)
+/* On to the next activation group, whose codes begin `bytes` further and which may have a `new_scale`. */
+INLINE void advance(const qs_linear *op, int_walk *at, int64_t bytes, int new_scale)
 {
     at->x += at->x_rows * op->act_group;
     at->w += bytes;
     at->x_sums += at->x_rows;
-    at->x_reach += at->x_rows;
     at->x_scales += at->x_rows;
-    if (--at->left == 0) {
+    if (new_scale) {
         int64_t scale = QS_LANES * qs_scale_bytes(op);
-        at->left = at->sharing;
         at->scales += scale;
         at->zeros = at->zeros ? at->zeros + scale : NULL;
     }
@@ -85,9 +79,9 @@ INLINE void int_block(const qs_linear *op, const qs_acts *acts, int32_t row, int
     float sums[ROWS][QS_LANES] __attribute__((aligned(64)));
     int_walk at = walk(op, acts, row, tile, 0, (const uint8_t *)op->weight + (int64_t)tile * op->k * bytes, ahead);
     memset(sums, 0, sizeof sums);
-    for (int32_t g = 0; g < at.groups; g++) {
+    for (int32_t g = 1; g <= at.groups; g++) {
         int_group(&at, op->zero, op->act_group, sums, rows, u4);
-        advance(op, &at, (int64_t)op->act_group * bytes);
+        advance(op, &at, (int64_t)op->act_group * bytes, g % (op->group / op->act_group) == 0);
     }
     for (int m = 0; m < rows; m++)
         for (int i = 0; i < QS_LANES && op->row_scales; i += LANES)
