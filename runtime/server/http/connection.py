@@ -18,6 +18,7 @@ from qserve.runtime.server.http.write_deadline import WriteDeadline
 HEADER_TIMEOUT = 30.0  # seconds until the headers of a connection's first request must have come
 REFUSED_SECONDS = 5.0  # that a client whose head was refused may go on sending before it reads why
 DISCARD = "qserve.discard"  # key in a scope: ``await scope[DISCARD](seconds)``, after the answer, ends its connection
+BROKEN = "qserve.broken"  # key in a scope: ``scope[BROKEN]()``, before its request is told: a turn of the loop later
 _REFUSALS = {
     431: "the request head is too large",
     400: "this is no valid HTTP/1.1 request",
@@ -46,8 +47,12 @@ class Connection(WriteDeadline, H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.scope is not None and self.transport.can_write_eof():  # not with TLS
-            cast(dict[str, Any], self.scope)[DISCARD] = self._discard
+        if self.scope is None:
+            return
+        scope = cast(dict[str, Any], self.scope)
+        scope[BROKEN] = self.transport.is_closing
+        if self.transport.can_write_eof():  # not with TLS
+            scope[DISCARD] = self._discard
 
     async def _discard(self, timeout: float) -> None:
         """End the sending side, and drop what comes until the client closes. It is not parsed: a megabyte parsed for

@@ -11,6 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from qserve.runtime.server.errors import ClientGone, as_api_error
+from qserve.runtime.server.http.connection import BROKEN
 from qserve.runtime.server.http.json_writer import compact_json
 
 HEARTBEAT_SECONDS = 10.0  # most proxies wait for 60; a silence lasts at most twice as long
@@ -34,6 +35,7 @@ class EventStream(StreamingResponse):
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         self._close = close
+        self._broken: Callable[[], bool] = lambda: False
 
     async def stream_response(self, send: Send) -> None:
         """With a comment wherever nothing is sent for a while: proxies end connections that are silent."""
@@ -44,6 +46,8 @@ class EventStream(StreamingResponse):
             silent = False
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 beating.cancel()
+            if self._broken():  # many events may be there at once, and each would be a warning in the log
+                await asyncio.sleep(0)
             await send(message)
 
         async def beat() -> None:
@@ -61,6 +65,7 @@ class EventStream(StreamingResponse):
             beating.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._broken = scope.get(BROKEN, self._broken)
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -91,3 +95,19 @@ def test_a_client_that_leaves_while_it_waits_takes_its_request_along(
     time.sleep(0.2)
     gate.opened.set()
     wait_until(lambda: idle(own))
+
+
+def test_whoever_leaves_costs_no_warnings(own: ServerHandle, caplog: pytest.LogCaptureFixture) -> None:
+    """Each step writes 64 events. When the first of them finds the connection broken, the others are not written."""
+    body = json.dumps(BODY | {"max_tokens": 400, "n": 64}).encode()
+    with caplog.at_level(logging.WARNING, "asyncio"):
+        for _ in range(80):
+            with socket.create_connection((own.host, own.port), timeout=20) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close is a reset
+                sock.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+                )
+                assert sock.recv(12) == b"HTTP/1.1 200"
+            wait_until(lambda: idle(own))
+    assert not [record for record in caplog.records if record.name == "asyncio"]
