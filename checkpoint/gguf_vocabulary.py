@@ -79,7 +79,7 @@ def _state(tokenizer: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:
     """The tokenizer as the ``tokenizers`` library stores it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = json.loads(backend.to_str()) if backend is not None else {"model": {}}
-    if state["model"].get("type", "BPE") != "BPE" or "merges" not in state["model"]:
+    if state["model"].get("type", "BPE") != "BPE" or not state["model"].get("merges"):
         raise UsageError(f"{name}: its tokenizer is not made of merges (BPE), which GGUF files are written for")
     return dict(state)
 

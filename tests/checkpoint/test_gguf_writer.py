@@ -299,9 +299,11 @@ def test_tokenizers_come_back(make: Callable[[], Any], size: int, expected: dict
 
 
 def test_a_tokenizer_that_cannot_be_said_is_refused() -> None:
-    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(UsageError, match=r"m: its tokenizer is not made of merges \(BPE\)"):
-        vocabulary_of(words, 4, {}, "m")
+    whole = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel()
+    for words in (Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), whole):
+        with pytest.raises(UsageError, match=r"m: its tokenizer is not made of merges \(BPE\)"):
+            vocabulary_of(PreTrainedTokenizerFast(tokenizer_object=words), 4, {}, "m")
     with pytest.raises(UsageError, match="do not describe how its tokenizer cuts text"):
         vocabulary_of(split_first(r"[aeiou]"), 400, {}, "m")
 
