@@ -18,8 +18,9 @@ from qserve.kernels.executor import Executor, Placement, Program, Step
 from qserve.kernels.kv_cache import head_numel, stored_as
 from qserve.kernels.ops import BLOCK_SIZE, PACKED_KV, Cast, LogSoftmax
 from qserve.runtime.cache import CacheLayout, CacheSpec
+from qserve.runtime.models.buffers import Buffers
 from qserve.runtime.models.config import DecoderConfig
-from qserve.runtime.models.layers import Buffers, LayerBuilder
+from qserve.runtime.models.layers import LayerBuilder
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.weights import Headers, Weights
 from qserve.runtime.parallel.group import RankGroup

@@ -12,9 +12,10 @@ from qserve.checkpoint.source import ModelSource
 from qserve.kernels.executor import Executor, Step
 from qserve.kernels.int8 import round_to_int8
 from qserve.kernels.ops import BLOCK_SIZE, Cast, Embed, Linear, Op, RMSNorm
+from qserve.runtime.models.buffers import Buffers
 from qserve.runtime.models.decoder import DecoderLimits, pages_of
 from qserve.runtime.models.eagle3_config import Eagle3Config
-from qserve.runtime.models.layers import Buffers, LayerBuilder
+from qserve.runtime.models.layers import LayerBuilder
 from qserve.runtime.models.weights import Weight, Weights
 
 

@@ -32,9 +32,10 @@ from qserve.runtime import native_backend
 from qserve.runtime.config import EngineConfig
 from qserve.runtime.engine import Engine
 from qserve.runtime.memory import MemoryPlan
+from qserve.runtime.models.buffers import Buffers
 from qserve.runtime.models.config import decoder_config
 from qserve.runtime.models.decoder import Decoder, DecoderLimits
-from qserve.runtime.models.layers import Buffers, LayerBuilder
+from qserve.runtime.models.layers import LayerBuilder
 from qserve.runtime.models.lora_layers import LoraLayers
 from qserve.runtime.models.weights import Weights
 from qserve.runtime.native_backend import NativeBackend, grow_cache
