@@ -59,6 +59,11 @@ static void unpack(const qs_linear *op, int32_t tile, int32_t first, int32_t inp
         unpack_codes(op, tile, first, inputs, ahead, unpacked, 1);
 }
 
+/* What the assembly may read behind an address. It clobbers no memory, so what is in registers stays there. */
+typedef struct {
+    uint8_t bytes[1 << 24]; /* more than any group */
+} __attribute__((may_alias)) read_bytes;
+
 #define CLEAR(i) "vpxor %" #i ", %" #i ", %" #i "\n\t"
 /* Adds the products of the row at `address` to the sums i and j. */
 #define TIMES(address, i, j) \
@@ -90,7 +95,7 @@ static void unpack(const qs_linear *op, int32_t tile, int32_t first, int32_t inp
                   "=&x"(sums[6]), "=&x"(sums[7]), "=&x"(sums[8]), "=&x"(sums[9]), "=&x"(sums[10]), "=&x"(sums[11]), \
                   [codes] "=&x"(codes), [others] "=&x"(others), [first] "=&x"(first), [second] "=&x"(second), \
                   [x] "+r"(x), [y] "+r"(y), [w] "+r"(w) \
-                : [stride] "r"(stride), [end] "r"(end), "m"(*(const int8_t(*)[])x), "m"(*(const uint8_t(*)[])w) \
+                : [stride] "r"(stride), [end] "r"(end), "m"(*(const read_bytes *)x), "m"(*(const read_bytes *)w) \
                 : "cc"); \
         break;
 

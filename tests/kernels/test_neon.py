@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,12 +20,12 @@ EMULATOR = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 pytestmark = pytest.mark.slow
 
 
-def build(compiler: list[str], options: list[str], sources: list[str], out: Path) -> None:
-    """The package's own sources with the package's own flags, and ``sources``."""
+def build(compiler: list[str], options: list[str], out: Path, also: Sequence[str] = (), only: str = "") -> None:
+    """The package's own sources, or the one that ends in ``only``, with the package's own flags, and ``also``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (extension,) = project["tool"]["setuptools"]["ext-modules"]
     flags = [*extension["extra-compile-args"], "-Wall", "-Werror", "-Wno-unused-function"]
-    files = [*(str(ROOT / source) for source in extension["sources"]), *sources]
+    files = [*(str(ROOT / source) for source in extension["sources"] if source.endswith(only)), *also]
     include = ["-I", str(ROOT / "kernels" / "csrc")]
     subprocess.run([*compiler, *flags, *include, *options, *files, "-o", str(out), "-pthread", "-lm"], check=True)
 
@@ -36,7 +36,7 @@ def compare_isas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if COMPILER is None or (not ON_ARM and EMULATOR is None):
         pytest.skip("there is no compiler for Arm here, or no emulator of it")
     program = tmp_path_factory.mktemp("compare_isas") / "compare_isas"
-    build([COMPILER], ["-static"], [str(Path(__file__).with_name("compare_isas.c"))], program)
+    build([COMPILER], ["-static"], program, [str(Path(__file__).with_name("compare_isas.c"))])
     return program
 
 
@@ -56,12 +56,3 @@ def test_the_dot_product_kernels_agree_with_the_scalar_ones(compare_isas: Path, 
 def test_a_processor_without_the_dot_product_gets_the_scalar_kernels(compare_isas: Path) -> None:
     assert run(compare_isas, NEON, 1, "cortex-a53").returncode == 2
     assert f"best of this machine: {SCALAR}" in run(compare_isas, SCALAR, 1, "cortex-a53").stdout
-
-
-def test_the_library_builds_for_apple_silicon(tmp_path: Path) -> None:
-    """By clang with Apple's headers. Nothing here runs it."""
-    pytest.importorskip("ziglang", reason="there is no compiler for macOS here: pip install ziglang")
-    library = tmp_path / "library.dylib"
-    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-macos"]
-    build(compiler, ["-shared", "-Wno-unknown-pragmas"], [], library)
-    assert library.read_bytes()[:8] == b"\xcf\xfa\xed\xfe\x0c\x00\x00\x01"  # 64 bits, Arm
