@@ -1,7 +1,7 @@
 /* The product of integers with AVX2 for many rows, behind linear_int.h: the nibbles of a tile are unpacked once, and
  * blocks of at most six rows read bytes. A byte that is not small is two nibbles: see dot_u8. */
 
-#define MANY 8            /* rows from which on unpacking nibbles pays */
+#define MANY 5            /* rows from which on unpacking nibbles pays */
 #define MANY_BYTES 12     /* the same of bytes that are not small */
 #define BLOCK_ROWS 6      /* 12 sums, two vectors of codes and two of products: 16 registers */
 #define STRIP_ROWS 96     /* whose sums are kept */
@@ -72,9 +72,9 @@ typedef struct {
     "vpmaddubsw %[second], %[others], %[second]\n\t" \
     "vpaddw %[first], %" #i ", %" #i "\n\t" \
     "vpaddw %[second], %" #j ", %" #j "\n\t"
-#define TIMES_4(from) \
-    TIMES(from "(%[x])", 0, 1) TIMES(from "(%[x],%[stride])", 2, 3) TIMES(from "(%[x],%[stride],2)", 4, 5) \
-    TIMES(from "(%[y])", 6, 7)
+#define TIMES_3(from) \
+    TIMES(from "(%[x])", 0, 1) TIMES(from "(%[x],%[stride])", 2, 3) TIMES(from "(%[x],%[stride],2)", 4, 5)
+#define TIMES_4(from) TIMES_3(from) TIMES(from "(%[y])", 6, 7)
 #define TIMES_5(from) TIMES_4(from) TIMES(from "(%[y],%[stride])", 8, 9)
 #define TIMES_6(from) TIMES_5(from) TIMES(from "(%[y],%[stride],2)", 10, 11)
 #define PAIRS(rows) \
@@ -108,7 +108,7 @@ INLINE void add_span(const int8_t *x, int64_t stride, const uint8_t *w, int32_t 
     const uint8_t *end = w + (int64_t)span * 16;
     __m256i codes, others, first, second;
     switch (rows) {
-        PAIRS(4) PAIRS(5) PAIRS(6)
+        PAIRS(3) PAIRS(4) PAIRS(5) PAIRS(6)
     }
 }
 
@@ -174,8 +174,9 @@ INLINE void add_short_group(const int_walk *at, int32_t width, const int32_t *st
     }
 }
 
-INLINE void add_groups(const qs_linear *op, int_walk at, const int32_t *reach, int32_t first, int32_t inputs, float *sums, int64_t apart,
-                       int v, const int rows, const int split)
+/* Adds the activation groups of `inputs` inputs from `first` on, in whichever way they fit. `reach` is that of `at`. */
+INLINE void add_groups(const qs_linear *op, int_walk at, const int32_t *reach, int32_t first, int32_t inputs,
+                       float *sums, int64_t apart, int v, const int rows, const int split)
 {
     const int32_t width = op->act_group, sharing = op->group / width, small = !split && op->dtype == QS_U8;
     const int32_t greatest = small ? 63 : op->codebook ? 31 : 15;
@@ -247,7 +248,7 @@ INLINE void strip(const qs_linear *op, const qs_acts *acts, int32_t row, int32_t
             int32_t blocks = (end - at + BLOCK_ROWS - 1) / BLOCK_ROWS;
             rows = (end - at + blocks - 1) / blocks;
             switch (rows) {
-                BLOCK_CASE(4) BLOCK_CASE(5) BLOCK_CASE(6)
+                BLOCK_CASE(3) BLOCK_CASE(4) BLOCK_CASE(5) BLOCK_CASE(6)
             }
         }
     }

@@ -20,8 +20,8 @@ static inline int64_t qs_scale_bytes(const qs_linear *op)
 
 /* The input of an integer product by activation groups: codes [groups, rows, act_group], their scales and their sums
  * [groups, rows]. So the rows of a block lie beside each other. `reach`, like sums, where the vectors of an ISA have a
- * HAS_REACH: no sum of positive codes, nor of negative ones, is further from 0, taken over the even or over the odd
- * pairs of the group. */
+ * HAS_REACH: sums of the positive and of the negative codes, in the even and in the odd pairs of a group, lie no further
+ * from 0. */
 typedef struct {
     int8_t *codes;
     float *scales;

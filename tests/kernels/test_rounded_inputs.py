@@ -3,6 +3,7 @@ for bit like it; refusals, and memory."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -202,7 +203,7 @@ def test_the_largest_sums_do_not_overflow(isa: native.Isa) -> None:
 def test_sums_of_sixteen_bits_hold_what_they_are_given(isa: native.Isa, scheme: WeightScheme) -> None:
     """Kernels choose how many products go into such a sum by what the rounded inputs can reach at most. Here the codes
     are the greatest, and the inputs of a sum all have one sign and stop at, before and behind what it holds."""
-    inp, rows = 128, 13
+    inp = 128
     weight = make_weight(33, inp, scheme)
     if scheme.dtype != "trellis":  # whose codes are a stream
         codes = torch.full((33, inp), scheme.max_code, dtype=torch.uint8)
@@ -212,7 +213,7 @@ def test_sums_of_sixteen_bits_hold_what_they_are_given(isa: native.Isa, scheme: 
     dense, executor = weight.dequantize().double(), native.NativeExecutor(2, isa)
     pairs = [i for i in range(inp) if i % 4 < 2]  # the inputs of one sum
     for reach in (127, 519, 520, 521, 647, 1056, 1057, 1058, 2184, 2185, 2311, 4064):
-        for sign in (1.0, -1.0):
+        for sign, rows in itertools.product((1.0, -1.0), (7, 13)):
             row = torch.zeros(inp)
             row[pairs[: reach // 127]] = 127.0
             row[pairs[reach // 127]] = float(reach % 127)
