@@ -12,7 +12,7 @@ import torch
 from qserve.checkpoint.errors import UsageError
 from qserve.checkpoint.grid import E2M1
 from qserve.checkpoint.quantized_weight import QuantizedWeight
-from qserve.checkpoint.spec import NVFP4, NVFP4_INPUTS, ActivationScheme, WeightScheme
+from qserve.checkpoint.spec import MXFP4, NVFP4, NVFP4_INPUTS, ActivationScheme, WeightScheme
 from qserve.kernels import native
 from qserve.kernels.executor import Executor, Step
 from qserve.kernels.ops import Embed, Linear
@@ -196,7 +196,7 @@ def test_the_largest_sums_do_not_overflow(isa: native.Isa) -> None:
     "scheme",
     [
         WeightScheme(4, 64), WeightScheme(4, 64, False), WeightScheme(4, 64, dtype="nf4"), WeightScheme(8, 64),
-        WeightScheme(4, 64, dtype="trellis"), WeightScheme(3, 64, dtype="trellis"),
+        WeightScheme(4, 64, dtype="trellis"), WeightScheme(3, 64, dtype="trellis"), MXFP4,
     ],
     ids=str,
 )  # fmt: skip
@@ -206,7 +206,7 @@ def test_sums_of_sixteen_bits_hold_what_they_are_given(isa: native.Isa, scheme: 
     inp = 128
     weight = make_weight(33, inp, scheme)
     if scheme.dtype != "trellis":  # whose codes are a stream
-        codes = torch.full((33, inp), scheme.max_code, dtype=torch.uint8)
+        codes = torch.full((33, inp), 7 if scheme is MXFP4 else scheme.max_code, dtype=torch.uint8)  # 7 is 6.0
         codes[1], codes[2, ::2] = 0, 0
         zeros = None if weight.zeros is None else torch.full_like(weight.zeros, 1)
         weight = replace(weight, stored=codes, scales=torch.full_like(weight.scales, 0.5), zeros=zeros)
