@@ -18,7 +18,8 @@ from qserve.runtime.server.http.write_deadline import WriteDeadline
 HEADER_TIMEOUT = 30.0  # seconds until the headers of a connection's first request must have come
 REFUSED_SECONDS = 5.0  # that a client whose head was refused may go on sending before it reads why
 DISCARD = "qserve.discard"  # key in a scope: ``await scope[DISCARD](seconds)``, after the answer, ends its connection
-BROKEN = "qserve.broken"  # key in a scope: whether ``scope[BROKEN]()``, which uvicorn notices a turn of the loop later
+# Key in a scope: ``scope[BROKEN]()`` says whether the connection is. uvicorn hears of it a turn of the loop later.
+BROKEN = "qserve.broken"
 _REFUSALS = {
     431: "the request head is too large",
     400: "this is no valid HTTP/1.1 request",
